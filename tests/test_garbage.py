@@ -13,7 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.http.idle_collection import IdleCollection
+from coserve.api.http.server import IdleCollection
 from coserve.core.garbage import (
     FULL_INTERVAL,
     IDLE,

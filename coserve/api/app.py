@@ -14,13 +14,12 @@ from aiohttp import web
 from coserve.api.access.handlers import AdminApi
 from coserve.api.anthropic.handlers import AnthropicApi
 from coserve.api.http.bodies import BodyReader
-from coserve.api.http.idle_collection import IdleCollection
 from coserve.api.http.limits import STREAMS_TIMEOUT
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route, tagged
 from coserve.api.http.security import Gate, finish_headers, guard, is_preflight
-from coserve.api.http.server import CappedRunner, Connections, keep_waiting
+from coserve.api.http.server import CappedRunner, Connections, IdleCollection, keep_waiting
 from coserve.api.http.sse import WRITE_TIMEOUT
 from coserve.api.http.uploads import UploadReader
 from coserve.api.native.aliases import AliasApi

@@ -9,9 +9,9 @@ Responses are the structs of `coserve.core.schemas`, errors are exceptions of `c
 """
 
 from coserve.client.asynchronous import AsyncClient
+from coserve.client.caller import RetryPolicy
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import GenerateOptions
-from coserve.client.retry import RetryPolicy
 from coserve.client.synchronous import Client, JobHandle, TrainingSession
 from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import HttpTransport, MockTransport, Request, Response, Transport, Upload

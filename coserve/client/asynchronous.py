@@ -14,7 +14,7 @@ from typing import Any, Never, Self, Unpack
 from urllib.parse import quote
 
 from coserve.client.adapter_files import local_files, save_adapter
-from coserve.client.caller import Caller, decode
+from coserve.client.caller import Caller, RetryPolicy, decode
 from coserve.client.failures import response_error
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import (
@@ -32,7 +32,6 @@ from coserve.client.options import (
     finetune_request,
     generate_request,
 )
-from coserve.client.retry import RetryPolicy
 from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import HttpTransport, Response, Transport
 from coserve.core.errors import InternalError, InvalidRequest, Unreachable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -13,10 +14,9 @@ import msgspec
 from coserve import __version__
 from coserve.client.failures import event_error, response_error
 from coserve.client.options import encode_body
-from coserve.client.retry import RetryPolicy
 from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
-from coserve.core.errors import CoserveError, InternalError, InvalidRequest, Unreachable
+from coserve.core.errors import CapacityError, CoserveError, InternalError, InvalidRequest, Unreachable
 from coserve.core.schemas import Job, Preparing, SubmissionEvent
 from coserve.core.validation import decode_json
 
@@ -27,6 +27,43 @@ Body = msgspec.Struct | Upload | None
 WAIT_ATTEMPT = 3
 """While waiting for a daemon, pauses stop growing after this attempt: 2 s with the default policy."""
 CLOSED = "the client is closed"
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Exponential back-off with jitter; times in seconds. `attempts` includes the first one; 1: never retry.
+
+    A response of 429 or 503 is a refusal and may always be retried, after at least its `Retry-After`; one that names
+    more than `longest_wait` is final. If the connection broke after the request was sent, it is unknown what the daemon
+    did. Then only a repeatable request is retried: a GET, one with an `Idempotency-Key`, or a generation whose answer
+    had not begun (it ended with the connection).
+    """
+
+    attempts: int = 5
+    first: float = 0.5
+    longest: float = 8.0
+    longest_wait: float = 60.0
+    reconnects: int = 30
+    """Consecutive attempts to reconnect to a job's events."""
+    on_wait: Callable[[CoserveError, float], None] | None = None
+    """Called before each wait with the error and the seconds, on the client's own thread."""
+
+    def delay(self, attempt: int, error: CoserveError, rng: random.Random) -> float:
+        """Return seconds between attempt `attempt`, counted from 1, and the next: a random 50% to 100% of the back-off,
+        or slightly more than the daemon's `Retry-After`, so that refused clients do not all return at once."""
+        back_off = min(self.longest, self.first * 2.0 ** min(attempt - 1, 30)) * rng.uniform(0.5, 1)
+        asked = _asked(error)
+        return asked + back_off / 4 if asked > back_off else back_off
+
+    def allows(self, error: CoserveError, request: Request) -> bool:
+        """Return whether a retry is safe and useful."""
+        if isinstance(error, Unreachable):
+            return request.repeatable or not error.sent
+        return error.status in (429, 503) and _asked(error) <= self.longest_wait
+
+
+def _asked(error: CoserveError) -> float:
+    return error.retry_after if isinstance(error, CapacityError) else 0.0
 
 
 class Caller:

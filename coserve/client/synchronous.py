@@ -15,10 +15,9 @@ from queue import SimpleQueue
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from coserve.client.asynchronous import AsyncClient
-from coserve.client.caller import CLOSED
+from coserve.client.caller import CLOSED, RetryPolicy
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import cut_warning, rows_of
-from coserve.client.retry import RetryPolicy
 from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import Transport
 from coserve.core.cancellation import cancel_all

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from coserve.api.generation.in_flight import targets_of
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.request_state import RequestState
-from coserve.api.generation.targets import targets_of
 from coserve.config import Config
 from coserve.core.errors import EngineUnavailable
 from coserve.core.link.generation import CancelRequest, Generate, RequestFailed

@@ -15,8 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
-from coserve.cli.warm import SETTINGS
-from coserve.cli.warm_progress import REPEAT, WarmProgress
+from coserve.cli.warm import REPEAT, SETTINGS, WarmProgress
 from coserve.config import Config
 from coserve.engine.warmup import launch
 from coserve.engine.warmup.key import shape_key

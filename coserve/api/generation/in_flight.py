@@ -19,11 +19,11 @@ from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import bad_word_ids, check_generate, encode_prompt, sampling_params
 from coserve.api.generation.request_state import RequestState, new_state
 from coserve.api.generation.stop_tokens import stop_tokens
-from coserve.api.generation.targets import targets_of
 from coserve.api.generation.waiting_limit import IterationBudget, WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.metrics.traces import Traces
 from coserve.api.node import Node
+from coserve.config import Config
 from coserve.core.access.principal import cache_salt, principal
 from coserve.core.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
 from coserve.core.grammar import Grammar
@@ -263,3 +263,19 @@ def _values(message: Tokens) -> int:
     """Number of tokens and log-probabilities in a message, as `ITERATION_VALUES` counts them."""
     packed = len(message.logprobs.data) + len(message.prompt_logprobs.data)
     return len(message.tokens) + packed // BYTES_PER_TOP
+
+
+def targets_of(request: GenerateRequest, config: Config, *, device: str, sheds: bool = True) -> Slo:
+    """Return the latency targets. `device`: the base's. `sheds`: whether the request may be shed for its deadline."""
+    batch = request.slo_class == "batch"
+    ttft, tpot = (config.slo_batch_ttft, config.slo_batch_tpot) if batch else config.targets(device=device)
+    sheds = sheds and not config.policy_class.in_batches
+    every, explicit = sheds and config.shed == "all", sheds and config.shed == "explicit"
+    return Slo(
+        ttft=request.slo_ttft or ttft,
+        tpot=request.slo_tpot or tpot,
+        e2e=request.slo_e2e,
+        batch=batch,
+        shed=every or (explicit and (request.slo_class == "interactive" or request.slo_ttft is not None)),
+        shed_e2e=(every or explicit) and request.slo_e2e is not None,
+    )

@@ -1,5 +1,6 @@
 """Limits that aiohttp does not set on connections: their number, bytes read at once, and clients that stop reading. On
-the open internet, put a proxy that buffers whole requests in front (docs/guide/operate.md)."""
+the open internet, put a proxy that buffers whole requests in front (docs/guide/operate.md). Also collects the process's
+garbage while no request is in progress."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from coserve.api.http.limits import RESERVE
 from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.security import Handler
 from coserve.core.errors import TooManyConnections
+from coserve.core.garbage import IDLE, GarbageCollection
 from coserve.core.logs.throttled import ThrottledLog
 
 log = logging.getLogger(__name__)
@@ -195,3 +197,27 @@ def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[async
             loop.default_exception_handler(context)
 
     return handle
+
+
+class IdleCollection:
+    """Runs a full garbage collection, which blocks the event loop, once no request was in progress for `IDLE`
+    seconds."""
+
+    def __init__(self, garbage: GarbageCollection) -> None:
+        self._garbage = garbage
+        self._requests = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._requests += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            return await handler(request)
+        finally:
+            self._requests -= 1
+            self._garbage.while_busy()
+            if not self._requests and self._garbage.full_due:
+                self._timer = asyncio.get_running_loop().call_later(IDLE, self._garbage.collect_all)

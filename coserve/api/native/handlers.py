@@ -24,8 +24,7 @@ from coserve.api.http.uploads import VALIDATION, UploadReader, is_upload
 from coserve.api.jobs.preparation import submission_events
 from coserve.api.jobs.sources import UploadedRows
 from coserve.api.service import Service
-from coserve.api.tgi.errors import TGI_ERRORS
-from coserve.api.tgi.handlers import TgiApi
+from coserve.api.tgi.handlers import TGI_ERRORS, TgiApi
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
 from coserve.core import schemas
 from coserve.core.errors import InvalidRequest, RequestError

@@ -10,8 +10,7 @@ from coserve.api.answers.deltas import AnswerDelta, CallDelta
 from coserve.api.answers.parser import AnswerParser, AnswerParsers
 from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
-from coserve.api.openai.completions import by_id, by_text
-from coserve.api.openai.prompt_logprobs import PromptLogprobsBuilder
+from coserve.api.openai.completions import PromptLogprobsBuilder, by_id, by_text
 from coserve.api.openai.schemas import (
     AnswerToolCall,
     CalledFunction,

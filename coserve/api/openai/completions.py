@@ -13,7 +13,6 @@ from msgspec import UNSET, UnsetType
 from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.openai import schemas
-from coserve.api.openai.prompt_logprobs import PromptLogprobsBuilder
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
 from coserve.core.schemas import Choice, GenerateChunk, Logprob, PromptLogprob
 
@@ -31,6 +30,33 @@ def by_id(entry: LogprobEntry | Logprob) -> str:
 def name_of(body: schemas.CompletionRequest) -> Name:
     """Return the function that names tokens as the request asks for."""
     return by_id if body.return_tokens_as_token_ids else by_text
+
+
+class PromptLogprobsBuilder:
+    """Collects a prompt's log-probabilities in vLLM's format; OpenAI's API has none. `top`: number of likeliest tokens
+    listed at each position; None: the response has no `prompt_logprobs`."""
+
+    def __init__(self, top: int | None) -> None:
+        self._top, self._tokens = top, JsonListBuilder[schemas.PromptTokens]()
+
+    def add(self, entries: Sequence[PromptLogprob]) -> None:
+        if self._top is not None:
+            self._tokens.add([_tokens(entry, self._top) for entry in entries])
+
+    def build(self) -> list[schemas.PromptTokens] | UnsetType:
+        return UNSET if self._top is None else self._tokens.as_list()
+
+
+def _tokens(entry: PromptLogprob, top: int) -> schemas.PromptTokens:
+    """Return the prompt's token, then the likeliest. Only the likeliest have a rank."""
+    if entry.logprob is None:
+        return None
+    ranks = {other.token_id: place for place, other in enumerate(entry.top, 1)}
+    own = schemas.PromptTokenScore(floored(entry.logprob), ranks.get(entry.token_id), entry.token)
+    return {str(entry.token_id): own} | {
+        str(other.token_id): schemas.PromptTokenScore(floored(other.logprob), place, other.token)
+        for place, other in enumerate(entry.top[:top], 1)
+    }
 
 
 class CompletionLogprobsBuilder:

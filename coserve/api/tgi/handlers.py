@@ -14,20 +14,44 @@ from msgspec import UNSET
 from coserve import __version__
 from coserve.api.generation.full_response import collect
 from coserve.api.http.body_types import refuse_unsupported
-from coserve.api.http.responses import error_response, json_response
+from coserve.api.http.responses import ErrorFormat, error_info, error_response, json_response
 from coserve.api.http.route import Route
 from coserve.api.http.sse import event_response
 from coserve.api.service import Service
 from coserve.api.tgi import schemas
-from coserve.api.tgi.errors import TGI_ERRORS, tgi_error
 from coserve.api.tgi.tokens import TgiLogprobsBuilder, finish_reason, token_of, top_tokens
 from coserve.config import Config
-from coserve.core.errors import CoserveError, InvalidRequest
+from coserve.core.errors import CoserveError, InvalidRequest, QueueFull
 from coserve.core.limits import MAX_CHOICES, MAX_STOPS
 from coserve.core.schemas import Choice, GenerateChunk, GenerateRequest
 from coserve.core.schemas.output_format import JsonSchema, StructuredOutputs
 
 DEFAULT_TOKENS = 100
+_FIELDS = {
+    "prompt": "inputs",
+    "adapter": "adapter_id",
+    "max_tokens": "max_new_tokens",
+    "structured_outputs.json": "grammar or response_format",
+    "structured_outputs.regex": "grammar",
+}
+"""TGI's names for our fields."""
+
+
+def tgi_error(error: CoserveError) -> schemas.TgiError:
+    """Return the error as TGI's: a text that names the field, and one of TGI's error types."""
+    kind: schemas.TgiErrorType = "validation" if error.status < 500 else "generation"
+    if isinstance(error, QueueFull):
+        kind = "overloaded"
+    info = error_info(error)
+    field = None if info.field is None else _FIELDS.get(info.field, info.field.removeprefix("parameters."))
+    message = info.message if field is None or field in info.message else f"{field}: {info.message}"
+    return schemas.TgiError(error=message, error_type=kind)
+
+
+TGI_ERRORS = ErrorFormat(schemas.TgiError, tgi_error, bad_request=422)
+"""TGI's clients know 422 as a validation error."""
+
+
 _generates = partial(
     Route, "POST", dialect=True, events=schemas.TgiStreamEvent, errors=(404, 422), error_formats=(TGI_ERRORS,)
 )

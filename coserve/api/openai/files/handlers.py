@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -11,19 +12,48 @@ from coserve.api.http.responses import CHUNK
 from coserve.api.http.route import PAGE
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai.errors import openai_route
-from coserve.api.openai.files.schemas import DeletedFile, FileForm, FileList, FileObject
 from coserve.api.openai.finetuning import results
 from coserve.api.openai.finetuning.results import is_result, read_result
-from coserve.api.openai.lists import behind, in_order, list_query
+from coserve.api.openai.lists import ListPage, behind, in_order, list_query
 from coserve.api.service import Service
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import InvalidRequest, NotFound, UnknownField
+from coserve.core.types import Wire
 from coserve.state.durable import read_errors
 from coserve.state.files import FileRecord
 
 PURPOSES = ("fine-tune", "batch")
 MAX_LISTED = 10_000
 """Most files of a page, and the default `limit`, as at OpenAI: clients that delete all files read one page."""
+
+
+class FileObject(Wire, frozen=True, kw_only=True):
+    """An uploaded file."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    expires_at: None = None
+
+
+class FileList(ListPage[FileObject], frozen=True, kw_only=True):
+    """Files, newest first unless `order` is `asc`. The next page is `?after=<id of the last one>`."""
+
+
+class DeletedFile(Wire, frozen=True, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class FileForm(msgspec.Struct, frozen=True):
+    """Fields of the form that uploads a file, without the part `file`."""
+
+    purpose: Literal["fine-tune", "batch"]
 
 
 class FilesApi:

@@ -1,4 +1,4 @@
-"""Reads one tool call that is written with tags, an argument for each, while its text comes."""
+"""Reads tool calls that are written with tags, an argument for each, while their text comes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 
 from coserve.api.answers.call_reader import MalformedCall, Reader
 from coserve.api.answers.deltas import Collector
+from coserve.api.answers.hermes import CLOSE, HermesParser
 from coserve.api.answers.typed_arguments import Schemas, typed
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ MAX_NAME = 256
 
 
 class TaggedReader(Reader):
-    """Reads one call. The text counts as a call once its first argument, or its end, was read. Each argument is passed
+    """The text counts as a call once its first argument, or its end, was read. Each argument is passed
     on as a whole, in JSON (see `typed`). A text that ends within a call gives the arguments so far, without the closing
     bracket."""
 
@@ -80,3 +81,55 @@ def until(*tags: str, most: int | None = None) -> Steps[tuple[str, str]]:
                     return "".join(read[: len(read) - len(tag)]), tag
         if most is not None and len(read) > most + longest:
             raise MalformedCall
+
+
+ARGUMENT, END = "<parameter=", "</function>"
+
+
+class QwenXmlReader(TaggedReader):
+    """Reads a call as Qwen3-Coder's, Qwen3.5's and their successors' models write it:
+    `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. A line break after the opening
+    and before the closing tag of an argument is not part of its value."""
+
+    def _steps(self) -> Steps[None]:
+        yield from one_of("<function=")
+        name, _ = yield from until(">", most=MAX_NAME)
+        self._found(name)
+        while (yield from one_of(ARGUMENT, END)) == ARGUMENT:
+            key, _ = yield from until(">", most=MAX_NAME)
+            value, _ = yield from until("</parameter>")
+            self._argument(key, value.removeprefix("\n").removesuffix("\n"))
+        self._end()
+
+
+class QwenXmlParser(HermesParser):
+    def _reader(self) -> Reader:
+        return QwenXmlReader(self._collector, self._schemas)
+
+
+KEY = "<arg_key>"
+
+
+class GlmReader(TaggedReader):
+    """Reads a call as GLM-4.5's models and their successors write it, to its closing tag:
+    `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with or without line breaks
+    between."""
+
+    def _steps(self) -> Steps[None]:
+        name, tag = yield from until(KEY, CLOSE, most=MAX_NAME)
+        self._found(name)
+        while tag == KEY:
+            key, _ = yield from until("</arg_key>", most=MAX_NAME)
+            yield from one_of("<arg_value>")
+            value, _ = yield from until("</arg_value>")
+            self._argument(key, value)
+            tag = yield from one_of(KEY, CLOSE)
+        self._end()
+
+
+class GlmParser(HermesParser):
+    def _reader(self) -> Reader:
+        return GlmReader(self._collector, self._schemas)
+
+    def _ended(self, named: bool) -> None:
+        pass
