@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -41,13 +40,13 @@ def _bench(
     server: Annotated[
         ServerKind,
         typer.Option(metavar="coserve|openai", help="coserve, or any server with /v1/completions, which gets no jobs"),
-    ] = (ServerKind.COSERVE),
+    ] = ServerKind.COSERVE,
     route: Annotated[
         Route,
         typer.Option(
             metavar="generate|completions", help="on coserve, where prompts are sent: /generate or /v1/completions"
         ),
-    ] = (Route.GENERATE),
+    ] = Route.GENERATE,
     model: Annotated[
         str | None, typer.Option(help="name of the base on an OpenAI-style server; default: its first model")
     ] = None,
@@ -116,7 +115,7 @@ def _bench(
         prefix=prefix,
         metrics_interval=metrics_interval,
     )
-    with usage_errors(MalformedRow), _terminated_as_interrupted():
+    with usage_errors(MalformedRow):
         result = _run(
             trace, rest, where, lambda found: _print_report(report, found, summarise(found, peak=peak), server)
         )
@@ -130,17 +129,9 @@ def _bench(
         raise typer.Exit(FAILED)
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """End the command as Ctrl-C does if SIGTERM has cancelled its run."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-
-
 def _run(trace: Trace, rest: Rest, server: Server, report: Callable[[ReplayResult], None]) -> ReplayResult:
-    """Run the benchmark. If it is interrupted, call `report` with the results so far, once it has cleaned up."""
+    """Run the benchmark. If Ctrl-C or SIGTERM interrupts it, call `report` with the results so far, once it has cleaned
+    up, and raise `KeyboardInterrupt`."""
     measured: list[ReplayResult] = []
     try:
         return asyncio.run(run_until_terminated(trace, rest, server, measured.append))
@@ -148,7 +139,7 @@ def _run(trace: Trace, rest: Rest, server: Server, report: Callable[[ReplayResul
         if measured and measured[0].samples:
             print("interrupted; the report is of what was answered until then", file=sys.stderr)
             report(measured[0])
-        raise
+        raise KeyboardInterrupt from None
 
 
 def _key_for(server: ServerKind, key: str | None) -> str | None:
