@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+CallStart = tuple[str, ...]
+"""The beginning of a tool call: texts one after another, each a special token if the base's tokenizer has it."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -15,3 +17,5 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: GrammarKind
     text: str
+    calls: tuple[CallStart, ...] = ()
+    """With a JSON schema: how tool calls begin. The request's text may begin so instead, and go on as it likes."""

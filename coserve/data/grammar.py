@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import llguidance
+import msgspec
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.grammar import Grammar
+from coserve.core.grammar import CallStart, Grammar
 
 SPACE = r"( |\n[ \t]{0,32})?"
 """White space between a JSON text's parts: a space, or a line break with an indentation. With any white space, a model
@@ -30,6 +32,22 @@ def llguidance_grammar(grammar: Grammar) -> str:
         return llguidance.grammar_from(grammar.kind, grammar.text)
     except ValueError as error:
         raise _wrong(grammar, str(error)) from error
+
+
+def with_calls(schema: str, calls: Iterable[CallStart], special: Callable[[str], int | None]) -> str:
+    """Return a JSON schema's grammar, as `llguidance_grammar` returns it, for a text that may also begin with one of
+    `calls`. `special`: returns the id of the special token with a text, None if there is none."""
+    grammars = msgspec.json.decode(schema)
+    (format,) = grammars["grammars"]
+
+    def start_of(part: str) -> str:
+        id = special(part)
+        return msgspec.json.encode(part).decode() if id is None else f"<[{id}]>"
+
+    starts = " | ".join(" ".join(map(start_of, call)) for call in calls)
+    rules = f"start: @format | call\ncall: ({starts}) <[*]>*\n"
+    answer = {"name": "answer", "lark_grammar": rules}
+    return msgspec.json.encode(grammars | {"grammars": [answer, format | {"name": "format"}]}).decode()
 
 
 @lru_cache(256)

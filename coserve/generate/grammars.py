@@ -21,7 +21,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from coserve.core.errors import InvalidRequest, UnsupportedBase
 from coserve.core.grammar import Grammar
 from coserve.core.link.generation import Generate
-from coserve.data.grammar import limits, llguidance_grammar, plain_reason
+from coserve.data.grammar import limits, llguidance_grammar, plain_reason, with_calls
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.sampling.masks import Masks
 from coserve.queues.request import Request
@@ -130,12 +130,19 @@ class Grammars:
         return found
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, llguidance_grammar(grammar), log_level=0, limits=limits())
+        text = llguidance_grammar(grammar)
+        if grammar.calls:
+            text = with_calls(text, grammar.calls, self._special_token)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # computes the first states once, for all copies
         if matcher.is_error():
             raise InvalidRequest(f"expected a grammar that can be enforced, got: {plain_reason(matcher.get_error())}")
         return matcher
+
+    def _special_token(self, text: str) -> int | None:
+        ids = self._tokenizer.tokenize_str(text, parse_special=True)
+        return ids[0] if len(ids) == 1 and self._tokenizer.is_special_token(ids[0]) else None
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

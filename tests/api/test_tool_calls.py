@@ -198,6 +198,32 @@ def test_types_of_arguments() -> None:
         assert typed(text, schema, name) == value, (name, text)
 
 
+STARTED: dict[str, str] = {
+    "hermes": HERMES,
+    "qwen-xml": QWEN,
+    "glm": GLM,
+    "mistral": NEW_MISTRAL,
+    "deepseek": f"{SEEKS}{SEEK}{SEEK_ENDS}",
+    "gpt-oss": f"{HARMONY}<|call|>",
+    "llama3": LLAMA3,
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_answer_with_a_format_is_a_call_or_a_text(family: str, size: int) -> None:
+    starts = FAMILIES[family].starts(["play", "weather"])
+    format = AnswerFormat(FAMILIES[family], thinks=False, schemas=SCHEMAS, calls=starts)
+    quoted = json.dumps({"said": STARTED[family]})
+    for text, content, calls in (
+        (STARTED[family], "", 1),
+        (quoted, quoted, 0),
+        ('{"name": "play"}', '{"name": "play"}', 0),
+    ):
+        found = parsed(AnswerParser(format, inside=False), [text[at : at + size] for at in range(0, len(text), size)])
+        assert (found.content, len(found.calls)) == (content, calls)
+
+
 TEXTS = st.lists(
     st.sampled_from(
         [text for _, text, _, _ in (*PARSED, *THOUGHT)] + [*MARKS, "<think>", "</think>", "\n", " ", '"', "}", ","]
@@ -314,6 +340,30 @@ async def test_what_a_request_asks_of_its_calls(qwen: Api, client: AsyncOpenAI) 
     schema: Any = {"type": "json_object"}
     whole = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, response_format=schema)
     assert whole.choices[0].message.content == LLAMA3  # a constrained text has no reasoning, though the prompt opens it
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_with_a_format_the_model_calls_a_tool_or_answers_in_it(qwen: Api, client: AsyncOpenAI) -> None:
+    """A text in the format has no calls, whatever it contains. The engine lets a text begin like a call."""
+    asked: Any = {"messages": CHAT, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    quoted = json.dumps({"said": HERMES})
+    for said, content, calls in ((HERMES, "", 1), (HERMES * 2, "", 2), (quoted, quoted, 0), ("{", "{", 0)):
+        says(qwen, said)
+        whole = await client.chat.completions.create(model="fake", **asked)
+        message = whole.choices[0].message
+        assert (message.content or "", len(message.tool_calls or [])) == (content, calls)
+        stream = await client.chat.completions.create(model="fake", stream=True, **asked)
+        deltas = [chunk.choices[0].delta async for chunk in stream if chunk.choices]
+        assert "".join(delta.content or "" for delta in deltas) == content
+        assert (
+            len([call for delta in deltas for call in delta.tool_calls or [] if call.function and call.function.name])
+            == calls
+        )
+    for more, calls in (({}, (("<tool_call>",),)), ({"tool_choice": "none"}, ()), ({"tools": None}, ())):
+        before = len(await qwen.engine.saw(Generate))
+        await client.chat.completions.create(model="fake", **asked | more)
+        *_, sent = await qwen.engine.saw(Generate, before + 1)
+        assert sent.grammar is not None and sent.grammar.calls == calls
 
 
 NAMED: Any = {"type": "function", "function": {"name": "play"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from tests.support.executors import InTurn, eager, graphs
 from tests.support.finetuning import Bench
 from tests.support.following import Following
 from tests.support.generation import collect, request
-from tests.support.grammars import ANY, follows, generator, requests
+from tests.support.grammars import ANY, OBJECT, follows, generator, requests
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,28 @@ def test_answers_follow_their_grammars(base: Base, tokenizer: Tokenizer, grammar
         gen = generator(base, kv, ahead(base, kv), grammars)
         assert collect(gen, asked) == expected
         assert bool(gen.scheduler.preemptions) == (pages == 128)
+
+
+@pytest.mark.parametrize("executor", [eager, ahead])
+def test_a_text_with_a_schema_may_begin_like_a_call_instead(
+    base: Base, tokenizer: Tokenizer, grammars: Grammars, executor: Callable[[Base, KvCache], StepExecutor]
+) -> None:
+    """By a special token, here that of a turn, or by characters; then it goes on as it likes."""
+    grammar = Grammar("json_schema", json.dumps(OBJECT), calls=(("<|assistant|>", "to="), ("call:",)))
+    kv, prompt = KvCache.for_base(base, 512, 16), tuple(tokenizer.encode("Once upon a time"))
+
+    def answer(wanted: str) -> str:
+        """`wanted`: a text whose first token is likely."""
+        first = tokenizer.encode(wanted, add_special=False)[0]
+        params = SamplingParams(max_tokens=60, temperature=0.0, logit_bias={first: 20.0}, presence_penalty=2.0)
+        asked = msgspec.structs.replace(request("r", prompt, params), grammar=grammar)
+        tokens, _ = collect(generator(base, kv, executor(base, kv), grammars), [asked])["r"]
+        return tokenizer.decode(tokens, skip_special=False)
+
+    assert follows(answer('{"'), grammar)
+    for wanted, start in (("<|assistant|>", "<|assistant|>to="), ("call", "call:")):
+        text = answer(wanted)
+        assert text.startswith(start) and len(text) > len(start) + 8
 
 
 def test_compiled_grammars_do_not_pile_up(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,7 @@ from coserve.api.answers.families import ToolFamily, long_id
 from coserve.api.answers.reasoning import CLOSE, OPEN, ReasoningParser
 from coserve.api.answers.tool_parser import ToolParser
 from coserve.api.answers.typed_arguments import Schemas
+from coserve.core.grammar import CallStart
 from coserve.core.schemas import GenerateRequest
 from coserve.data.pretrained.tokenizer import Tokenizer
 
@@ -26,13 +27,15 @@ _END = 16
 class AnswerFormat:
     """How the answers to one request are parsed. `family`: form of tool calls; None: they stay in the content.
     `thinks`: whether the chat template has reasoning between tags. `parallel`: false: only the first call is kept.
-    `shows_reasoning`: false: reasoning is dropped. `schemas`: JSON schemas of the tools that may be called."""
+    `shows_reasoning`: false: reasoning is dropped. `schemas`: JSON schemas of the tools that may be called. `calls`: if
+    there are any, only an answer that begins with one of them has calls; any other is content."""
 
     family: ToolFamily | None
     thinks: bool
     parallel: bool = True
     shows_reasoning: bool = True
     schemas: Schemas = field(default_factory=dict)
+    calls: tuple[CallStart, ...] = ()
 
     def prepared(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request, changed so that its answers contain the markers to parse."""
@@ -67,12 +70,38 @@ class AnswerParsers:
         return AnswerDelta.joined([*deltas, parser.flush()])
 
 
+class CallsOrText:
+    """Passes an answer to `parser` if it begins like a call. Any other is content, whatever it contains."""
+
+    def __init__(self, parser: ToolParser, calls: Iterable[CallStart]) -> None:
+        self._parser, self._starts = parser, tuple("".join(call) for call in calls)
+        self._held = ""
+        self._has_calls: bool | None = None
+        """None: too little of the answer is known."""
+
+    def push(self, text: str) -> AnswerDelta:
+        if self._has_calls is None:
+            text = self._held = self._held + text
+            if any(start.startswith(text) and start != text for start in self._starts):
+                return AnswerDelta()
+            self._has_calls = text.startswith(self._starts)
+        return self._parser.push(text) if self._has_calls else AnswerDelta(text)
+
+    def flush(self) -> AnswerDelta:
+        if self._has_calls is None:
+            return AnswerDelta(self._held)
+        return self._parser.flush()
+
+
 class AnswerParser:
     """Parses one choice, incrementally. `inside`: the prompt ends with `<think>`."""
 
     def __init__(self, format: AnswerFormat, *, inside: bool) -> None:
         self._reasoning = ReasoningParser(inside=inside) if format.thinks else None
-        self._tools: ToolParser | None = None if format.family is None else format.family.parser(format.schemas)
+        self._tools: ToolParser | CallsOrText | None = None
+        if format.family is not None:
+            tools = format.family.parser(format.schemas)
+            self._tools = CallsOrText(tools, format.calls) if format.calls else tools
         self._format = format
         self.calls = 0
         """Number of calls so far."""

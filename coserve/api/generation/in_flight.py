@@ -26,7 +26,7 @@ from coserve.api.node import Node
 from coserve.config import Config
 from coserve.core.access.principal import cache_salt, principal
 from coserve.core.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
-from coserve.core.grammar import Grammar
+from coserve.core.grammar import CallStart, Grammar
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import BYTES_PER_TOP
 from coserve.core.names import split_ref
@@ -87,6 +87,7 @@ class InFlightRequests:
         snapshot: AdapterRef | None = None,
         group: PromptGroup | None = None,
         read_prompt: Callable[[Sequence[int]], None] | None = None,
+        calls: Sequence[CallStart] = (),
         sheds: bool = True,
     ) -> AsyncGenerator[GenerateChunk, None]:
         """Yield the chunks of all choices as they come. Closing the generator early cancels the request in the engine.
@@ -94,7 +95,7 @@ class InFlightRequests:
         `semaphore`, shared by several streams, limits the chunks that they hold: a chunk is made and yielded under it.
         `snapshot`: the adapter of a job in training (`JobSnapshot`) to use. `sheds`: whether the request may be shed
         for its deadline; with a `snapshot` it never is. `group`: shared by all prompts of one call. `read_prompt`:
-        called with the prompt's token ids, before the first chunk.
+        called with the prompt's token ids, before the first chunk. `calls`: see `output_grammar`.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -109,7 +110,7 @@ class InFlightRequests:
         waiting = self._start_waiting(name, request.n, batch=batch)
         try:
             check_generate(request, self._engine.spec)
-            grammar = await output_grammar(request)
+            grammar = await output_grammar(request, calls)
             bad_words: tuple[tuple[int, ...], ...] = ()
             if request.bad_words:
                 bad_words = await asyncio.to_thread(bad_word_ids, request.bad_words, self._tokenizer)

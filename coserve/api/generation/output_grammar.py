@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.grammar import Grammar
+from coserve.core.grammar import CallStart, Grammar
 from coserve.core.schemas import GenerateRequest, GenerationFields
 from coserve.core.schemas.output_format import MAX_GRAMMAR, JsonSchema, ResponseFormat, StructuredOutputs
 from coserve.data.grammar import check_grammar
@@ -22,10 +23,17 @@ def is_constrained(request: GenerationFields) -> bool:
     return any(getattr(request, name) not in free for name in _FIELDS)
 
 
-async def output_grammar(request: GenerateRequest) -> Grammar | None:
-    """Return the checked grammar of the text; None: any text. Raises `InvalidRequest`, which names the field."""
+def has_format(request: GenerationFields) -> bool:
+    """Return whether `response_format` constrains the text."""
+    return request.response_format not in (None, ResponseFormat())
+
+
+async def output_grammar(request: GenerateRequest, calls: Sequence[CallStart] = ()) -> Grammar | None:
+    """Return the checked grammar of the text; None: any text. `calls`: what a text in a `response_format` may begin
+    with instead. Raises `InvalidRequest`, which names the field."""
     given = [name for name in _FIELDS if getattr(request, name) is not None]
-    return await asyncio.to_thread(_checked, request, given) if given else None
+    found = await asyncio.to_thread(_checked, request, given) if given else None
+    return msgspec.structs.replace(found, calls=tuple(calls)) if found is not None and calls else found
 
 
 def _checked(request: GenerateRequest, given: list[str]) -> Grammar | None:

@@ -16,7 +16,7 @@ from coserve.api.answers.typed_arguments import schemas_of
 from coserve.api.generation.async_tokenizer import check_tokens
 from coserve.api.generation.full_response import collect
 from coserve.api.generation.merge import gather, merge_streams
-from coserve.api.generation.output_grammar import is_constrained
+from coserve.api.generation.output_grammar import has_format, is_constrained
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import encode_prompt
 from coserve.api.http.bodies import BodyReader
@@ -35,7 +35,7 @@ from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, InvalidRequest, PromptTooLong
 from coserve.core.sampling import SamplingDefaults
-from coserve.core.schemas import STREAM_END, GenerateRequest
+from coserve.core.schemas import STREAM_END, GenerateChunk, GenerateRequest
 
 RequestT = TypeVar("RequestT", bound=schemas.SharedParams)
 _generates = partial(openai_route, "POST", stream_end=True, errors=(404, 422))
@@ -94,7 +94,7 @@ class OpenAIApi:
         """Return the whole answer. Raises as `InFlightRequests.stream`."""
         body, native, parsers = await self._prepare_chat(body)
         new = partial(ChatLogprobsBuilder, body, self._service.tokenizer.vocabulary)
-        stream = self._service.generation.stream(native, read_prompt=parsers.read_prompt)
+        stream = self._stream_chat(native, parsers)
         with naming_fields(body):
             found = await collect(native, stream, new)
         return await chat_completion(body, self._meta("chatcmpl", body), parsers, found)
@@ -103,10 +103,14 @@ class OpenAIApi:
         """Yield the events of the answer. Raises as `InFlightRequests.stream`."""
         body, native, parsers = await self._prepare_chat(body)
         meta, vocabulary = self._meta("chatcmpl", body), self._service.tokenizer.vocabulary
-        async with aclosing(self._service.generation.stream(native, read_prompt=parsers.read_prompt)) as chunks:
+        async with aclosing(self._stream_chat(native, parsers)) as chunks:
             with naming_fields(body):
                 async for event in chat_events(body, meta, vocabulary, parsers, chunks):
                     yield event
+
+    def _stream_chat(self, native: GenerateRequest, parsers: AnswerParsers) -> AsyncGenerator[GenerateChunk, None]:
+        stream = self._service.generation.stream
+        return stream(native, read_prompt=parsers.read_prompt, calls=parsers.format.calls)
 
     async def fits(self, body: schemas.ChatRequest) -> bool:
         """Return whether the context has room for the prompt. Raises `InvalidRequest`, also from the chat template."""
@@ -177,10 +181,14 @@ class OpenAIApi:
     def _answer_format(self, body: schemas.ChatRequest, native: GenerateRequest) -> AnswerFormat:
         template = self.chat_template
         family = tool_family(template, self._config.tool_parser)
-        if is_constrained(native):  # the text has no reasoning; it is one forced call, or has no calls
-            forced = None if is_constrained(body) else forced_family(family)
-            return AnswerFormat(forced, thinks=False)
         tools = [] if body.tool_choice == "none" else body.tools or []
+        if is_constrained(native):  # the text has no reasoning
+            if not is_constrained(body):
+                return AnswerFormat(forced_family(family), thinks=False)
+            if not has_format(body) or family is None or not tools:
+                return AnswerFormat(None, thinks=False)
+            schemas, parallel = schemas_of(tools), body.parallel_tool_calls is not False
+            return AnswerFormat(family, thinks=False, parallel=parallel, schemas=schemas, calls=family.starts(schemas))
         auto = self._config.tool_parser == "auto"
         if tools and family is None and auto and template is not None and "tools" not in template:
             raise InvalidRequest(
