@@ -70,7 +70,9 @@ def test_a_folder_is_its_documents_in_order(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "c.pdf").write_bytes(pdf("Third of all"))
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "prices.csv").write_text("name,price\nbridge,3\n")
     assert read_document(tmp_path) == "First\n\n# Second\n\nThird of all"
+    assert read_document(tmp_path / "prices.csv") == "name,price\nbridge,3\n", "named, it is text as it stands"
 
 
 def test_a_pdf_with_half_a_letter_is_text() -> None:
