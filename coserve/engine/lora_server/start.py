@@ -57,11 +57,11 @@ def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: 
         mailboxes, note = _mailboxes(base, count, step_tokens)
     elif cuda:
         note = _note("mailboxes between GPUs are off")
-    usable = mailboxes is not None
+    ended = mailboxes.close if mailboxes else lambda: None
     begin = start_servers if at is None else partial(start_servers, launch=partial(connect_to_server, at), meeting=at)
 
     def start(number: int, answered: Answered) -> RunningServers:
-        nonlocal usable, note
+        nonlocal mailboxes, note
         settings = [
             StartServer(
                 index=index,
@@ -79,14 +79,13 @@ def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: 
             for index in range(count)
         ]
         try:
-            return begin(settings, answered, mailboxes if usable else None, note)
+            return begin(settings, answered, mailboxes, note)
         except (IpcUnavailable, PeerLost) as error:
-            if not usable or number > 1:  # mailboxes have worked before: try again
+            if mailboxes is None or number > 1:  # mailboxes have worked before: try again
                 raise
-            usable, note = False, _note(error)
+            mailboxes, note = None, _note(error)
             return begin(settings, answered, note=note)
 
-    ended = mailboxes.close if mailboxes else lambda: None
     return LoraServers(count, start, config.lora_server_timeout, ended, at)
 
 
