@@ -127,6 +127,29 @@ async def test_what_has_learned_nothing_is_not_published(api: Api, caplog: pytes
     assert not [text for text in warnings if job["id"] in text]
 
 
+async def test_what_is_no_better_than_another_documents_adapter_is_told_so(api: Api) -> None:
+    """It is not published, or with a note; the job's record has what was compared."""
+    _, known = await learn(api, "known", steps=12, **ASKED)
+    assert known["state"] == "succeeded"
+    for publish in ("if_learned", "always"):
+        _, job = await learn(
+            api, "less", steps=2, **ASKED, text=TEXT.replace("1911", "1912"), recipe="ce", publish=publish
+        )
+        found = job["document"]["evaluation"]
+        assert found["other_adapter"] == "known@1"
+        assert found["other"]["nll"] < found["adapter"]["nll"] < found["floor"]["nll"]
+        assert found["in_context"]["nll"] > 0 and found["retention"] != 0
+        assert found["learned"] is False
+        told = "better than the base without the document and than known@1 of another document (nats a token: floor "
+        if publish == "always":
+            assert job["result"] == "less@2"
+            assert any(told in note for note in job["notes"])
+        else:
+            assert (job["state"], job["error"]["code"], job["result"]) == ("failed", "not_learned", None)
+            assert told in job["error"]["message"]
+            assert (await api.call("GET", "/adapters/less"))[0] == 404
+
+
 async def test_a_text_that_is_too_short_is_told_what_would_help(api: Api) -> None:
     _, job = await learn(api, "short", steps=1, text="A short text.", generator="none")
     assert (job["state"], job["error"]["code"]) == ("failed", "empty_corpus")
