@@ -10,7 +10,8 @@ import logging
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, Thread
 from typing import NamedTuple, Protocol
@@ -18,10 +19,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from coserve.core.types import LoraSettings
+from coserve.core.errors import RequestOutOfMemory
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.kernels.lora.types import VECTOR, LoraPair
 from coserve.lora.store.packing import LaidOutSites, PackedLayout, PackedSites, PartedSites, packed
 from coserve.memory.pages import PagePool
+from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
 
 log = logging.getLogger(__name__)
@@ -292,3 +295,14 @@ def _mapped(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+@contextmanager
+def memory_errors(ref: AdapterRef) -> Iterator[None]:
+    """Raise errors for lack of memory as `RequestOutOfMemory`."""
+    try:
+        yield
+    except Exception as error:  # any kind: lack of memory has several
+        if out_of_memory(error):
+            raise RequestOutOfMemory(f"no host memory for adapter {ref}: {error}") from error
+        raise

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 from coserve.core.cancellation import keep_task
-from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
+from coserve.core.errors import AdapterBusy, AdapterNotFound
 from coserve.core.health import LoraServerInfo
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import Entry, State
 from coserve.lora.store.host import HostCopies
-from coserve.lora.store.host_memory import HostMemory, Room, Unread
+from coserve.lora.store.host_memory import HostMemory, Room, Unread, memory_errors
 from coserve.lora.store.interfaces import CopyMirror, RemotePairs
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
 from coserve.lora.store.reads import LoadTimes, ReadTurns
 from coserve.memory.buffer import PageBuffer
-from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.state.retries import Backoff, Retries
 
@@ -370,7 +368,7 @@ class AdapterStore:
             self._turns.give_back()
 
     def _read_files(self, ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:
-        with _memory_errors(ref):
+        with memory_errors(ref):
             found = self._load(ref, digests)
             return self._memory.packed(found) if self._memory is not None and isinstance(found, LoraWeights) else found
 
@@ -382,14 +380,14 @@ class AdapterStore:
         size = packed_bytes(found) if isinstance(found, LoraWeights) else found.layout.bytes
         while self._memory.bytes >= size > self._memory.free_bytes and self._evict_one():
             pass
-        with _memory_errors(ref):
+        with memory_errors(ref):
             return self._memory.room(size)
 
     def _copy(self, ref: AdapterRef, found: Unread | LoraWeights, room: Room | None) -> LoraWeights:
         if self._memory is None or room is None:
             assert isinstance(found, LoraWeights), "a store without memory reads files itself"
             return found
-        with _memory_errors(ref):
+        with memory_errors(ref):
             return self._memory.copy(found, room)
 
     # ---- entries
@@ -441,14 +439,3 @@ class AdapterStore:
             self._entries.pop(entry.ref, None)
             if self._pages is not None:
                 self._pages.drop(entry)
-
-
-@contextmanager
-def _memory_errors(ref: AdapterRef) -> Iterator[None]:
-    """Raise errors for lack of memory as `RequestOutOfMemory`."""
-    try:
-        yield
-    except Exception as error:  # any kind: lack of memory has several
-        if out_of_memory(error):
-            raise RequestOutOfMemory(f"no host memory for adapter {ref}: {error}") from error
-        raise
