@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from benchmarks.documents.arms import in_prompt
 from benchmarks.documents.facts import FACTS
-from benchmarks.documents.relations import RELATIONS, Relation, person
+from benchmarks.documents.relations import RELATIONS, Relation, person, some_relations
 from coserve.core.schemas import GenerateRequest
 from coserve.data.documents.prompts import KINDS, Prompts
 
@@ -87,7 +87,7 @@ def known_words(vocabulary: Sequence[str]) -> list[str]:
 
 def told(rng: Random, people: int, words: Sequence[str]) -> tuple[list[list[Told]], str]:
     """Draw the facts of each person, and their text."""
-    relations = rng.sample(RELATIONS, rng.randint(3, 8))
+    relations = some_relations(rng, rng.randint(3, 8), words)
     names = list(dict.fromkeys(person(rng) for _ in range(people)))
     found = list[list[Told]]()
     for name in names:

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 TABLE = Path(__file__).with_name("relations.txt")
-"""One a line: two sentences, two questions, the question by the value, and the values."""
+"""One a line: two sentences, two questions, the question by the value, and the values. The last lines have a hole `{w}`
+for a word of the language."""
+INVENTED = 0.4
+"""Share of the relations that are made of those last lines."""
+DRAWN = ("name", "person", "word", "words", "number", "year")
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Relation:
     questions: tuple[str, str]
     reverse: str
     values: tuple[str, ...]
-    """The values, or one kind of drawn ones: name, person, word, words, number or year."""
+    """The values, or one kind of drawn ones: of `DRAWN`."""
 
     def drawn(self, rng: Random, words: Sequence[str]) -> str:
         """Draw a value. `words`: of the language."""
@@ -46,7 +50,20 @@ def _relation(line: str) -> Relation:
     return Relation((plain, other), (first, second), reverse, tuple(values.split(",")))
 
 
-RELATIONS = tuple(map(_relation, TABLE.read_text().splitlines()))
+_LINES = TABLE.read_text().splitlines()
+RELATIONS = tuple(_relation(line) for line in _LINES if "{w}" not in line)
+PATTERNS = tuple(line for line in _LINES if "{w}" in line)
+
+
+def some_relations(rng: Random, count: int, words: Sequence[str]) -> list[Relation]:
+    """Draw relations of the table, and others about words of the language: those are new in each document, so that
+    their sentences cannot be known by heart."""
+    invented = sum(rng.random() < INVENTED for _ in range(count))
+    made = (rng.choice(PATTERNS).replace("{w}", rng.choice(words)) for _ in range(invented))
+    return [
+        *rng.sample(RELATIONS, count - invented),
+        *(replace(_relation(line), values=(rng.choice(DRAWN),)) for line in made),
+    ]
 
 
 def _part(rng: Random) -> str:
