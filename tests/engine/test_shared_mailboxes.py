@@ -13,7 +13,6 @@ from typing import cast
 
 import pytest
 import torch
-from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from coserve.core.errors import LoraServerLost
@@ -21,7 +20,6 @@ from coserve.core.link.lora_servers import socket_path
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.ipc import EngineEnd, Mailboxes, ServerEnd
 from coserve.engine.lora_server.messages import (
-    AnyFromServer,
     ConnectTransport,
     LoadPairs,
     PairsLoaded,
@@ -30,7 +28,7 @@ from coserve.engine.lora_server.messages import (
 )
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
-from coserve.engine.lora_server.running import EngineChannel, RunningServers, Server, Told, start_servers
+from coserve.engine.lora_server.running import RunningServers, Server, Told, start_servers
 from coserve.engine.lora_server.server import serve
 from coserve.engine.lora_server.sessions import Sessions, Watch
 from coserve.engine.lora_server.shared import connect_to_server
@@ -229,9 +227,7 @@ def test_a_server_of_one_engine_keeps_no_file_open(base: Base, data: Path, monke
         files.append(os.dup(settings.mailbox.page))
         threads.append(threading.Thread(target=run, args=(theirs,)))
         threads[0].start()
-        channel = EngineChannel(ours, Decoder(AnyFromServer))
-        channel.send(replace(settings, mailbox=replace(settings.mailbox, page=files[0])))
-        return Server(Ended(ours), channel, part_of(base.spec, 0, 1, 1))
+        return Server.begin(Ended(ours), ours, replace(settings, mailbox=replace(settings.mailbox, page=files[0])))
 
     boxes = Mailboxes(CPU, base.spec, 1, 64)
     running = start_servers([start_message(base.spec, data)], lambda *_: None, boxes, launch=launch)

@@ -40,10 +40,13 @@ from coserve.engine.lora_server.transport import TensorSpec, within
 from coserve.kernels.gpu.device import use_device
 from coserve.memory.buffer import aligned
 
-TO_SERVER, TO_ENGINE, TRIAL_WORDS, GIVEN_UP, PAGE = 0, 64, 128, 256, 4096
-"""Offsets of the two words in their page, on cache lines of their own; by how much farther the trial's words are, as a
-step of the start before may still use the others; the offset of the word that is not 0 once the server has given a step
-up; and the page's bytes."""
+TO_SERVER, TO_ENGINE, GIVEN_UP = 0, 64, 256
+"""Offsets in the page, on cache lines of their own: the number of a step's last message, that of its last answer, and a
+word that is not 0 once the server has given a step up."""
+TRIAL_WORDS = 128
+"""Distance of the trial's words behind a step's: a step of the start before may still use these."""
+PAGE = 4096
+"""Bytes of the page."""
 BEYOND = 1 << 30
 """Larger than any message's number."""
 AHEAD = 8
@@ -240,9 +243,8 @@ class Streams:
 
 
 class Mailboxes:
-    """An engine's mailboxes, one for each server, whoever opens it. Their memory, their pages and the stream on which
-    they are tried last until `close`: the next start may not get a page's address while it is registered, and torch's
-    32 streams would become those of other work."""
+    """An engine's mailboxes, one for each server, for all its starts. Graphs keep their addresses; and each start that
+    took another stream for its trial would soon have that of other work, of torch's 32."""
 
     def __init__(self, device: torch.device, spec: BaseSpec, servers: int, tokens: int) -> None:
         """Allocate them, for steps of up to `tokens` tokens. Raises `IpcUnavailable`, also without memory."""

@@ -66,6 +66,13 @@ class Server:
     engines: int = 1
     """Engines that it has, this one included."""
 
+    @classmethod
+    def begin(cls, process: ServerProcess, sock: socket.socket, settings: StartServer) -> Server:
+        """Send a process its settings over its socket. Raises `PeerLost`."""
+        channel = EngineChannel(sock, msgspec.msgpack.Decoder(AnyFromServer))
+        channel.send(settings)
+        return cls(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))
+
 
 class RunningServers:
     """All servers of one start. A loss of one is the loss of all: each has a part of every adapter."""
@@ -212,10 +219,9 @@ def spawn_server(settings: StartServer) -> Server:
         failed.enter_context(ours)
         with theirs:
             process = spawn_child("coserve.engine.lora_server.process", theirs, *page)
-        channel = EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))
-        channel.send(settings)
+        server = Server.begin(process, ours, settings)
         failed.pop_all()
-    return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))
+    return server
 
 
 def start_servers(

@@ -12,15 +12,12 @@ import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-import msgspec
-
 from coserve.core.errors import LoraServersDiffer, LoraServersSilent
 from coserve.core.link.link import PeerLost
 from coserve.core.link.lora_servers import Hello, receive_hello, send_hello, socket_path
 from coserve.core.ranks import START_SILENCE
-from coserve.engine.lora_server.messages import AnyFromServer, StartServer
-from coserve.engine.lora_server.placement import part_of
-from coserve.engine.lora_server.running import EngineChannel, Server
+from coserve.engine.lora_server.messages import StartServer
+from coserve.engine.lora_server.running import Server
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +38,11 @@ def connect_to_server(folder: Path, settings: StartServer, silence: float = STAR
             process = opened.enter_context(closing(SharedProcess(sock, 2 * settings.deadline)))
             send_hello(sock, () if mailbox is None else [mailbox.page])
             _check_version(sock, process, path)
-            channel = EngineChannel(sock, msgspec.msgpack.Decoder(AnyFromServer))
-            channel.send(settings)
+            server = Server.begin(process, sock, settings)
         except OSError as error:
             raise ConnectionError(f"no LoRA server listens at {path} (coserve lora-server): {error}") from error
         opened.pop_all()
-    return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))
+    return server
 
 
 def _check_version(sock: socket.socket, process: SharedProcess, path: Path) -> None:
