@@ -44,7 +44,9 @@ log = logging.getLogger(__name__)
 
 EngineChannel = Channel[AnyToServer, AnyFromServer]
 Told = PairsLoaded | PairsRefused | EnginesConnected
+"""Messages of a server that is connected."""
 Answered = Callable[[int, Told], None]
+"""Takes such a message of the server with this index; on any thread."""
 
 
 class ServerProcess(Protocol):
@@ -86,9 +88,8 @@ class RunningServers:
         patience: float,
         note: str = "",
     ) -> None:
-        """`start`: number of the start; `transports`: one to each server. `answered` is called with a server's index
-        and what it tells, on other threads. `patience`: seconds that a GPU may wait for a server; `note`: for the
-        operator, on how they are connected."""
+        """`start`: number of the start; `transports`: one to each server. `patience`: seconds that a GPU may wait for a
+        server; `note`: for the operator, on how they are connected."""
         self.servers, self.start, self._answered, self.note = servers, start, answered, note
         ends = enumerate(zip(servers, transports, strict=True))
         self.connections = [ServerConnection(index, server.part, transport) for index, (server, transport) in ends]
