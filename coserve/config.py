@@ -254,7 +254,7 @@ class Config:
         None, "most tokens of one generation step (decodes and prefill chunks); default: 512 on CPU, 2048 on a GPU"
     )
     prefix_cache: bool = option(
-        True, "requests of one adapter version that begin alike share KV pages; off if layers keep a recurrent state"
+        True, "requests of one adapter version that begin alike share KV pages, and snapshots of recurrent states"
     )
     max_queue: int = option(1024, "most requests that wait; more get 429")
     fairness: str = option(

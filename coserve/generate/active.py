@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from coserve.generate.kept_prefixes import KeptPrefixes
 from coserve.generate.line import number_of
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Scheduled
+from coserve.generate.snapshots import Snapshots
 from coserve.generate.sources import AdapterSource, PageSource
 from coserve.memory.state_pool import StateSlots
 from coserve.queues.request import Request
@@ -25,7 +26,8 @@ class ActiveRequests:
 
     A full page whose tokens are computed goes into the prefix cache, also after its request ended or was preempted.
     Cached pages that no request holds count as free. A request that becomes active also shares pages that prompts of
-    the same step will write: attention writes all keys and values of a step's prompts before it reads any.
+    the same step will write: attention writes all keys and values of a step's prompts before it reads any. If the base
+    has recurrent states, it shares no such pages, and only those of a prefix that has a snapshot of the state.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ActiveRequests:
     ) -> None:
         self._lengths, self._loaded_bytes = lengths, loaded_bytes
         self._pages, self._adapters, self._states = pages, adapters, states
+        self._snapshots = Snapshots(pages)
         self._failed, self._precede = failed, precede
         self._kept = KeptPrefixes(pages, adapters)
         self._requests: list[Request] = []
@@ -84,18 +87,25 @@ class ActiveRequests:
         self._kept.forget_unpinned()
         for request in self._requests:
             self._label(request)
+            if self._states is not None:
+                self._snapshots.settle(request)
 
     def writes(self, item: Scheduled) -> None:
         """Record that the step computes `item`: requests that become active after it share the pages that it fills.
         Pages of scored prompts, which may run in a separate forward, and pages that a decode fills are not shared: they
         are written too late in the step to be read in it."""
         request = item.request
-        if request.keys is None or request.scores_prompt or item.tokens == 1:
+        if request.keys is None or request.scores_prompt or item.tokens == 1 or self._states is not None:
             return
         full = (request.computed + item.tokens) // self._pages.page_tokens
         for page, key in enumerate(request.keys.first(full, request.tokens)):
             if page >= request.labelled:
                 self._written.setdefault(key, (request, page))
+
+    def keeps_states(self, scheduled: Iterable[Scheduled]) -> None:
+        """Take pages for the snapshots of recurrent states that a step leaves, after all others."""
+        if self._states is not None:
+            self._snapshots.take_pages(scheduled)
 
     def reads_unwritten(self, request: Request) -> bool:
         """Whether the request shares pages that the last committed step still has to write."""
@@ -117,11 +127,18 @@ class ActiveRequests:
         """Activate the request if there are enough pages, its expected growth included; return whether."""
         if request.number in self._outgrown:
             return False
-        found = self._find(request)
+        found, restored = self._find(request), list[int]()
+        if (cached := len(found)) and self._states is not None:
+            restored = self._snapshots.find(request, found)
         found += (unwritten := self._find_unwritten(request, len(found)))
         others = self._pages.pages_for(len(request.tokens)) - len(found)
-        if not self._activate(request, found, others):
+        if restored and not self._requests and self._free_after(request, others) < 0:
+            self._pages.free(restored)  # the snapshot takes pages that the request needs
             self._pages.free(found)
+            found, restored, others = [], [], others + len(found)
+        if not self._activate(request, [found, restored], others):
+            self._pages.free(found)
+            self._pages.free(restored)
             return False
         pages = self._pages.allocate(others)
         assert pages is not None, "fewer pages are free than were counted"
@@ -129,9 +146,11 @@ class ActiveRequests:
         if self._states is not None:
             slot = self._states.allocate()
             assert slot is not None, "expected a slot for each active request"
-            request.slot = slot
+            request.slot, request.restored = slot, restored
         request.labelled = request.shared = len(found)
         request.computed = len(found) * self._pages.page_tokens
+        if self._states is not None:
+            request.stops = self._snapshots.stops(request, cached)
         if request.keys is not None and not (request.scores_prompt or request.started):
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += request.computed
@@ -151,6 +170,8 @@ class ActiveRequests:
         self._requests.remove(request)
         self._label(request)
         self._kept.keep(request)
+        if self._states is not None:
+            self._snapshots.leave(request)
         self._pages.free(request.pages)
         if request.adapter is not None and request.holds_adapter:
             self._adapters.deactivate(request.adapter)
@@ -167,16 +188,18 @@ class ActiveRequests:
         self._outgrown.clear()
 
     def disown(self, request: Request) -> None:
-        """Remove the request's pages from the prefix cache."""
+        """Remove the request's pages, and its snapshots, from the prefix cache."""
         if request.adapter is not None:
             self._kept.forget(request.adapter)
+        if self._states is not None:
+            self._snapshots.forget(request)
         for page in request.pages:
             self._pages.unlabel(page)
         request.keys = None
 
-    def _activate(self, request: Request, found: list[int], others: int) -> bool:
+    def _activate(self, request: Request, held: Sequence[list[int]], others: int) -> bool:
         """Load the request's adapter if there is room for it and for `others` further pages; return whether. The pages
-        in `found` may be renumbered."""
+        in `held` may be renumbered."""
         ref = request.paged_adapter
         if ref is not None and (error := self._adapters.failure(ref)) is not None:
             self._failed(request, error)
@@ -184,10 +207,9 @@ class ActiveRequests:
         # Checked first: an adapter loaded in vain would evict others, again at every step.
         if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
             return False
-        need = others + (0 if ref is None else self._adapters.needs(ref))
-        if not self._requests and need > self._pages.free_pages:
+        if not self._requests and self._free_after(request, others) < 0:
             self._kept.forget_all()
-        free = self._pages.free_pages - need
+        free = self._free_after(request, others)
         lengths, size = self._lengths, self._pages.page_tokens
         if free >= 0 and self._requests and not lengths.fit(self._requests, request, others, free, size):
             self._outgrown.add(request.number)
@@ -205,9 +227,15 @@ class ActiveRequests:
             return False
         request.holds_adapter = True
         if activated.moved:
-            for pages in (found, *(other.pages for other in self._requests), *self._kept):
+            active = (pages for other in self._requests for pages in (other.pages, other.restored))
+            for pages in (*held, *active, *self._kept):
                 pages[:] = [activated.moved.get(page, page) for page in pages]
         return True
+
+    def _free_after(self, request: Request, others: int) -> int:
+        """Free pages once the request has `others` further pages, and its adapter is loaded; below 0: so many lack."""
+        ref = request.paged_adapter
+        return self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
 
     def _find(self, request: Request) -> list[int]:
         """Find the pages of the request's KV prefix in the prefix cache and, unless its prompt is scored, those of all

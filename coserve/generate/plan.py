@@ -73,9 +73,9 @@ class Room:
         self.tokens, self._scored = tokens, scored
 
     def for_prompt(self, request: Request) -> int:
-        """How many of the request's pending tokens fit."""
+        """How many of the request's next tokens fit."""
         left = min(self.tokens, self._scored) if request.scores_prompt else self.tokens
-        return min(left, request.pending)
+        return min(left, request.chunk)
 
     def take(self, item: Scheduled) -> Scheduled:
         self.tokens -= item.tokens

@@ -27,7 +27,7 @@ class Preparation:
         self, spec: BaseSpec, store: AdapterStore, kv: KvCache, grammars: Grammars | None, *, prefix_cache: bool
     ) -> None:
         self._spec, self._store, self._kv, self._grammars = spec, store, kv, grammars
-        self._prefix_cache = prefix_cache and kv.states is None
+        self._prefix_cache = prefix_cache
 
     def prepare(self, request: Request) -> None:
         """Check the request, pin its adapter in host memory, and set its limits. Raises as `Generator.add`."""

@@ -296,6 +296,7 @@ class Scheduler:
             for item in scheduled:
                 self.active.writes(room.take(item))
             scheduled += self._admit(room, now)
+        self.active.keeps_states(scheduled)
         if self._line and self.active.lacks_pages:
             self._few = FEW
         elif not self._line:

@@ -39,6 +39,8 @@ def step_input(
                 sampling_row(request) if last else None,
                 prompt_scoring(item),
                 request.needs_prompt_logits,
+                tuple(request.restored),
+                () if request.kept is None else tuple(request.kept.pages),
             )
         )
     return StepInput(tuple(places), sequences), weights

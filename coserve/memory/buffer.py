@@ -68,9 +68,11 @@ class PageBuffer:
         self.page_bytes = page_bytes
         self.bytes = torch.zeros(pages + 1, page_bytes, dtype=torch.uint8, device=device)
         """(P + 1, page_bytes)."""
+        self._copied = False
+        """Whether the last step copied pages."""
         self._busy: NDArray[np.bool_] | None = None
-        """(P): pages that the step in flight may use; None: unknown, as no step was launched, or pages have moved since
-        then."""
+        """(P): pages that the step in flight may use; None: unknown, as no step was launched, pages have moved since
+        then, or the step before it copied some."""
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +100,12 @@ class PageBuffer:
 
     def step_begins(self) -> None:
         """Call it before each launch of a step, when all steps before the one in flight have ended."""
-        self._busy = self.pool.in_use()
+        self._busy = None if self._copied else self.pool.in_use()
+        self._copied = False
+
+    def step_copies(self) -> None:
+        """Call it when the step being launched copies pages that may be free before the next launch."""
+        self._copied = True
 
     def is_quiet(self, span: Span) -> bool:
         """Whether no work on the device uses the span's pages: the step in flight does not, and no pages have moved

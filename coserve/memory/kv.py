@@ -37,10 +37,6 @@ CPU_TOKENS = 16384
 """Default size of the pool on a CPU, in tokens."""
 
 
-NO_PREFIX_CACHE = (
-    "prefix cache: off, as the base's layers keep a recurrent state, of which no copies are kept at page boundaries"
-)
-
 BY_TOKENS = "generation: the recurrences of a prompt's layers run token by token, not in chunks"
 
 
@@ -82,7 +78,9 @@ class KvCache:
         self.buffer = PageBuffer(pages, layout.page_bytes, device)
         self.pool = self.buffer.pool
         self.page_tokens = page_tokens
-        self.notes = attention_notes(device, dtype) + (() if states is None else (NO_PREFIX_CACHE, BY_TOKENS))
+        self.state_pages = 0 if states is None else self.buffer.pages_for(sum(map(len, states.of(0))))
+        """Pages that a snapshot of a sequence's recurrent state takes; 0: the base has none."""
+        self.notes = attention_notes(device, dtype) + (() if states is None else (BY_TOKENS,))
         self._clean = not reads_only_written_slots(device, dtype)
         rows = self.buffer.bytes.view(dtype)
 
@@ -172,6 +170,29 @@ class KvCache:
             k_PW, v_PW = pair.a_RD.to(device, non_blocking=True), pair.b_OR.to(device, non_blocking=True).T
             keys[page_T, slot_T] = as_cached(k_PW[first:].view(-1, *keys.shape[2:]), keys.dtype)
             values[page_T, slot_T] = as_cached(v_PW[first:].reshape(-1, *values.shape[2:]), values.dtype)
+
+    def keep_state(self, slot: int, pages: Sequence[int]) -> None:
+        """Copy the recurrent state in a slot into pages, in stream order."""
+        own, copied = self._state(slot, pages)
+        torch._foreach_copy_(copied, own)
+
+    def restore_state(self, slot: int, pages: Sequence[int]) -> None:
+        """Copy a recurrent state from pages into a slot, in stream order."""
+        own, copied = self._state(slot, pages)
+        torch._foreach_copy_(own, copied)
+
+    def _state(self, slot: int, pages: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The memory of a slot, and that of its copy in pages: pieces of equal sizes, (N) uint8 each."""
+        assert self.states is not None and len(pages) == self.state_pages, "expected the pages of a snapshot"
+        own, copied, at, size = list[torch.Tensor](), list[torch.Tensor](), 0, self.buffer.page_bytes
+        for part in self.states.of(slot):
+            for piece in part.tensor_split([*range(size - at % size, len(part), size)]):
+                page, start = divmod(at, size)
+                own.append(piece)
+                copied.append(self.buffer.bytes[pages[page], start : start + len(piece)])
+                at += len(piece)
+        self.buffer.step_copies()
+        return own, copied
 
     def label(self, page: int, key: bytes) -> None:
         """See `PagePool.label`. All slots of the page must be written."""

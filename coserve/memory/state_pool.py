@@ -71,6 +71,11 @@ class StatePool:
             for layer, one in shapes.items()
         }
 
+    def of(self, slot: int) -> list[torch.Tensor]:
+        """The slot's memory: (N) uint8 for each part of a layer's state."""
+        parts = [part[slot] for layer in self.layers.values() for part in (layer.conv, layer.recurrent)]
+        return [part.view(-1).view(torch.uint8) for part in parts if part.numel()]
+
     def recurrence(self, runs: Sequence[TokenRun]) -> Recurrence:
         """The recurrence of one packed step. It reads and writes the states of the runs' slots."""
         if self._device.type != "cuda":

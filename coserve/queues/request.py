@@ -50,6 +50,15 @@ class Constraint(Protocol):
         """Take a sampled token. Return whether the text is complete, or there is an `error`."""
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a sequence's recurrent state, which a step writes into pages."""
+
+    tokens: int
+    """Tokens that the state has seen: a whole number of pages."""
+    pages: list[int]
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A request: prompt and output, deadlines, and its state in the KV cache. Times are seconds on the engine's
@@ -98,6 +107,12 @@ class Request:
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     """Slot of its recurrent state while it holds pages; -1: none."""
+    restored: list[int] = field(default_factory=list)
+    """Pages of the snapshot from which its next step begins; held until then."""
+    kept: Snapshot | None = None
+    """The snapshot that the step in flight writes."""
+    stops: tuple[int, ...] = ()
+    """Tokens of its prompt after which a chunk ends, as a snapshot is to be kept there; ascending."""
     computed: int = 0
     """Leading tokens whose keys and values are in the pages."""
     labelled: int = 0
@@ -175,6 +190,11 @@ class Request:
         if self.in_flight and self.generated + self.in_flight >= self.max_tokens:
             return 0
         return len(self.tokens) + self.in_flight - max(self.computed, self.prefix)
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens of it that one step may compute."""
+        return min([self.pending, *(stop - self.computed for stop in self.stops if stop > self.computed)])
 
     @property
     def length(self) -> int:

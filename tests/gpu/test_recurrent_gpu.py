@@ -53,5 +53,6 @@ def test_steps_on_a_gpu_give_the_tokens_of_the_cpu(family: str) -> None:
     executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=4, capture_after=1)
     store = Shelf({REF: LoraWeights(LoraSettings(r=3), sites)}).store()
     generator = Generator(base, store, kv, executor, max_running=4, step_tokens=48)
-    for _ in range(2):  # the second time in graphs
+    for _ in range(2):  # the second time in graphs, and from snapshots of states
         assert said(generator, requests) == expected
+    assert generator.scheduler.active.prefix_hits == 16 + 32

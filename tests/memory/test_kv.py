@@ -107,3 +107,23 @@ def test_a_pool_takes_the_bytes_that_are_planned_for_it() -> None:
     pool = StatePool(shapes, slots=5, dtype=torch.bfloat16, device=torch.device("cpu"))
     taken = sum(own.conv.nbytes + own.recurrent.nbytes for own in pool.layers.values())
     assert taken == (5 + EXTRA_SLOTS) * state_bytes(shapes, torch.bfloat16)
+
+
+def test_a_snapshot_of_a_state_is_the_same_bits_and_no_other_slots_or_pages() -> None:
+    """Parts of odd sizes, which end within pages."""
+    base = Shapes(dtype=torch.bfloat16, states={0: StateShape(57, 4, 9, 17, 5), 3: StateShape(33, 3)})
+    kv, chance = KvCache.for_base(base, 256, 4, sequences=3), torch.Generator().manual_seed(0)
+    assert kv.states is not None and kv.state_pages > 2
+    for slot in range(3):
+        for part in kv.states.of(slot):
+            part.random_(0, 256, generator=chance)
+    slots = [torch.cat(kv.states.of(slot)) for slot in range(3)]
+    taken = kv.allocate(3 * kv.state_pages)
+    assert taken is not None
+    pages = taken[::-3]  # in any order
+    kv.keep_state(1, pages)
+    written = [page for page in taken if kv.buffer.bytes[page].any()]
+    assert sorted(written) == sorted(pages)
+    kv.restore_state(2, pages)
+    found = [torch.cat(kv.states.of(slot)) for slot in range(3)]
+    assert [torch.equal(a, b) for a, b in zip(found, [slots[0], slots[1], slots[1]], strict=True)] == [True] * 3

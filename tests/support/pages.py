@@ -18,6 +18,8 @@ FULL = 1 << 30
 class BarePages:
     """A pool with no tensors."""
 
+    state_pages = 0
+
     def __init__(self, pages: int, page_tokens: int) -> None:
         self.pool, self.page_tokens = PagePool(pages), page_tokens
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.interface import StepExecutor, StepInput, StepResult
 from coserve.generate.execution.packing import PackedStep, by_adapter, pack
+from coserve.generate.execution.snapshots import snapshots
 from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import is_likeliest
@@ -96,14 +97,15 @@ class EagerExecutor(StepExecutor):
                 sampled.append(len(tokens) - 1)
         device, lora = self._base.device, self._lora(packed, adapters)
         terms = None if lora is None else StepTerms(lora.segments, partial(self._base.sites.terms, lora))
-        return self._base.forward(
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
-            self._kv.attention([own.run for own in packed.sequences], terms),
-            lora=lora,
-            keep=torch.tensor(sampled + scored, dtype=torch.long, device=device),
-            gather=gather,
-        )
+        with snapshots(self._kv, packed.sequences):
+            return self._base.forward(
+                torch.tensor(tokens, device=device),
+                torch.tensor(positions, device=device),
+                self._kv.attention([own.run for own in packed.sequences], terms),
+                lora=lora,
+                keep=torch.tensor(sampled + scored, dtype=torch.long, device=device),
+                gather=gather,
+            )
 
     def _lora(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> LoraBatch | None:
         if not packed.adapters:

@@ -27,6 +27,7 @@ from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer, m
 from coserve.generate.execution.interface import SequenceInput, StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.execution.packing import by_adapter, pack
 from coserve.generate.execution.slot_lora import slot_lora
+from coserve.generate.execution.snapshots import snapshots
 from coserve.generate.execution.token_slots import TOKEN_SLOTS, TokenSlots
 from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.device_sampler import DeviceSampler
@@ -304,7 +305,8 @@ class GraphExecutor:
         if self._remote is not None and batch.remote:
             # A step's exchanges have the numbers of the next one's. And the host ends waits for one step at a time.
             launched.overlaps, launched.check = False, none_lost(self._remote)
-        choose = self._mixed(batch) if graph is None else self._decode(batch, graph)
+        with snapshots(self._kv, batch.sequences):
+            choose = self._mixed(batch) if graph is None else self._decode(batch, graph)
         self._unchosen = None
         if any(row.masked for row in batch.sampling):
             self._unchosen = lambda masks: launched.chose(choose(masks))

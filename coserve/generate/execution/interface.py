@@ -42,6 +42,10 @@ class SequenceInput(Struct, frozen=True, array_like=True):
     """Rows whose logits score prompt tokens; None: none."""
     needs_prompt_logits: bool
     """Whether prompt scores are still missing: the executor must provide logits of any row."""
+    restored: tuple[int, ...] = ()
+    """Pages of the snapshot from which its recurrent state begins; empty: the state is in its slot, or zero."""
+    kept: tuple[int, ...] = ()
+    """Pages for a snapshot of its recurrent state after these tokens; empty: none is kept."""
 
 
 class StepInput(Struct, frozen=True, array_like=True):

@@ -113,13 +113,18 @@ def test_texts_are_those_of_one_process(daemon: DaemonProcess, expected: list[li
 
 
 @pytest.mark.slow
-def test_all_ranks_have_room_for_the_recurrent_states_of_all_requests(tmp_path: Path) -> None:
+def test_all_ranks_have_room_for_the_recurrent_states_of_all_requests_and_snapshots_of_them(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model")
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     tiny_family("qwen3_5_text", vocab_size=vocab, max_position_embeddings=256).save_pretrained(folder)
     with DaemonProcess(folder, tmp_path / "data", options=("--tp", "2", "--dtype", "float32")) as daemon:
         daemon.wait_ready()
         assert tokens(daemon) == alone(folder, None)
+        body = {"prompt": " ".join(PROMPTS[1] for _ in range(9)), **GREEDY}
+        (_, first), (_, again) = (daemon.call("POST", "/v1/completions", body) for _ in range(2))
+        assert again["choices"] == first["choices"]
+        used = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert used == again["usage"]["prompt_tokens"] // 16 * 16 - 16 > 0
         assert daemon.stop() == 0
 
 

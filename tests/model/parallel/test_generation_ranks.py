@@ -1,5 +1,5 @@
 """Generation on two ranks with layers that differ, or keep a recurrent state: the tokens of one process, whatever the
-chunks and the preemptions."""
+chunks and the preemptions, and from snapshots of states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def generate(mesh: Mesh | None, folder: str) -> list[tuple[dict[str, list[int]],
         refs = (None,) if tokens < 100 else REFS
         greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
         asked = [request(str(i), prompt(3 + 13 * i, i), greedy, refs[i % len(refs)]) for i in range(5)]
-        said = {id: tokens for id, (tokens, _) in collect(gen, asked).items()}
+        said, again = ({id: tokens for id, (tokens, _) in collect(gen, asked).items()} for _ in range(2))
+        assert again == said and (gen.scheduler.active.prefix_hits or tokens < 100)
         found.append((said, gen.scheduler.preemptions))
     return found
 

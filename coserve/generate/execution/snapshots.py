@@ -1,0 +1,22 @@
+"""Copies of recurrent states around a forward: from the snapshots that its sequences begin from, and into new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from coserve.generate.execution.interface import SequenceInput
+from coserve.memory.kv import KvCache
+
+
+@contextmanager
+def snapshots(kv: KvCache, sequences: Sequence[SequenceInput]) -> Iterator[None]:
+    """Restore the states of these sequences before the forward inside, and keep them after it, where they ask for
+    it."""
+    for own in sequences:
+        if own.restored:
+            kv.restore_state(own.run.slot, own.restored)
+    yield
+    for own in sequences:
+        if own.kept:
+            kv.keep_state(own.run.slot, own.kept)
