@@ -11,7 +11,7 @@ import pytest
 
 from coserve.client import AsyncClient
 from coserve.core.link.generation import Generate
-from tests.support.api_server import Api, read_events
+from tests.support.api_server import Api, read_events, tokenizer
 from tests.support.real_server import serve_real
 
 openai = pytest.importorskip("openai")
@@ -71,6 +71,23 @@ async def test_every_dialect_constrains_its_text(real: Api) -> None:
     async with AsyncClient(real.url) as sdk:
         own = await sdk.generate("Once", schema={"enum": ["left", "right"]})
         assert json.loads(own.choices[0].text) in ("left", "right")
+
+
+async def test_with_tools_a_text_has_its_format_or_begins_like_a_call(tmp_path: Path) -> None:
+    """With a real engine, which begins as the bias asks where the grammar lets it."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    first = tokenizer().encode("<tool_call>", add_special=False)[0]
+    asked: Any = {"model": "bundled", "messages": TURNS, "response_format": FORMAT, "max_tokens": 60, "seed": 1}
+    async with serve_real(tmp_path, tool_parser="hermes") as api, api.openai() as client:
+        for more, calls in (({"tools": [tool]}, True), ({"tools": [tool], "tool_choice": "none"}, False), ({}, False)):
+            done = await client.chat.completions.create(logit_bias={str(first): 100}, **asked | more)
+            (choice,) = done.choices
+            if calls:
+                assert choice.message.tool_calls or (choice.message.content or "").startswith("<tool_call>")
+            else:
+                check(choice.message.content or "", choice.finish_reason)
+        quiet = await client.chat.completions.create(logit_bias={str(first): -100}, **asked | {"tools": [tool]})
+        check(quiet.choices[0].message.content or "", quiet.choices[0].finish_reason)
 
 
 async def test_streamed_responses_score_parts_of_characters(real: Api) -> None:
