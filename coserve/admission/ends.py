@@ -28,11 +28,11 @@ def with_end_names(settings: LoraSettings, base: BaseSpec) -> LoraSettings:
 
 
 def check_loss(settings: LoraSettings, training: TrainingRequest, base: BaseSpec) -> None:
-    """Raise `InvalidRequest` for training that an adapter of embedding or head does not support: LoRA+, and a DPO loss,
-    which weights targets only after the head's backward, so that the head would get a wrong gradient."""
+    """Raise `InvalidRequest` for training that an adapter of embedding or head does not support: LoRA+, and a loss of
+    pairs, which weights targets only after the head's backward, so that the head would get a wrong gradient."""
     if not learns_ends(settings, base):
         return
     if training.loss is not None:
-        raise InvalidRequest("expected no DPO loss for an adapter of embedding or head", field="training.loss")
+        raise InvalidRequest("expected no loss of pairs for an adapter of embedding or head", field="training.loss")
     if training.lora_plus_ratio is not None:
         raise InvalidRequest("expected no LoRA+ for an adapter of embedding or head", field="training.lora_plus_ratio")

@@ -28,6 +28,7 @@ from coserve.admission.shapes import (
 )
 from coserve.core.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import DpoLoss
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.corpus.limits import micro_batch_limit
 from coserve.data.documents.encoder import encoded_tokens
@@ -127,7 +128,7 @@ class JobMemory:
 def has_reference(spec: JobSpec) -> bool:
     """Return whether the job keeps a frozen copy of the adapter it continues, as the reference of a DPO loss."""
     loss = spec.training.loss
-    return loss is not None and loss.reference == "start" and spec.init_from is not None
+    return isinstance(loss, DpoLoss) and loss.reference == "start" and spec.init_from is not None
 
 
 def host_bytes(spec: JobSpec, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> int:

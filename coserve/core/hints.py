@@ -136,9 +136,11 @@ OTHER_WAYS = {
     "the fields of training have all settings of optimizers and schedules": (
         "optim_args optim_target_modules lr_scheduler_kwargs"
     ),
-    "the loss is that of the target tokens, or training.loss with its beta": (
-        "label_smoothing* loss_type loss_weights f_divergence_type f_alpha_divergence_coef use_weighting rpo_alpha "
-        "ld_alpha discopop_tau"
+    "training.loss has its settings: type, loss_type, beta, gamma, label_smoothing and sft_weight": (
+        "loss_weights rpo_alpha simpo_gamma cpo_alpha"
+    ),
+    "the loss is that of the target tokens, or training.loss": (
+        "label_smoothing_factor f_divergence_type f_alpha_divergence_coef use_weighting ld_alpha discopop_tau"
     ),
     "training.loss.reference says what a DPO loss is relative to": (
         "reference_free ref_* *_ref_model precompute_ref_* model_adapter_name"
@@ -237,10 +239,14 @@ OTHER_VALUES = {
         **dict.fromkeys(("adam8bit", "adamw8bit", "adamw_torch_8bit"), "did you mean 'adamw_8bit'?"),
         "lion8bit": "did you mean 'lion_8bit'?",
     },
-    "type": dict.fromkeys(
-        ("image_url", "image", "input_image", "image_embeds", "video_url", "video", "input_audio", "audio_url"),
-        _TEXT_ALONE,
-    ),
+    "type": {
+        **dict.fromkeys(
+            ("image_url", "image", "input_image", "image_embeds", "video_url", "video", "input_audio", "audio_url"),
+            _TEXT_ALONE,
+        ),
+        **dict.fromkeys(("kto", "cpo", "rm", "ppo"), "losses of pairs are 'dpo', 'orpo' and 'simpo'"),
+        **dict.fromkeys(("sigmoid", "hinge", "ipo"), "it is a loss_type of the type 'dpo'"),
+    },
     "load_format": dict.fromkeys(("safetensors", "gguf"), "auto reads safetensors, and a GGUF file given as the model"),
     "quantization": {
         **dict.fromkeys(

@@ -25,6 +25,7 @@ from torch import Tensor
 from coserve.admission.micro_batch import TEACHER_SHARE
 from coserve.core.gpu_memory import Kept
 from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import DpoLoss, PairLoss
 from coserve.data.corpus.batch import Batch
 from coserve.data.documents.encoder import memory_ids
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
@@ -121,7 +122,7 @@ class MicroBatchRunner:
         grads: LayerTensors,
         *,
         teacher: LoraBatch | None = None,
-        beta: float | None = None,
+        pairs: PairLoss | None = None,
         reference: LoraBatch | None = None,
         tokens: TokenLoss | None = None,
         recomputed: int = 0,
@@ -133,9 +134,9 @@ class MicroBatchRunner:
         nats, and how many targets are predicted correctly (`losses.formulas.negative_log_likelihood_`).
 
         The loss is the targets' NLL. With a `teacher` (one job only) it is the divergence from the teacher's
-        distributions at the targets. With `beta` it is the DPO loss of the rows, which are pairs of one job, relative
-        to `reference` (None: the base); the sums are then those of `losses.chunked.Preference` (fp64, (1, 5)). With
-        `tokens` it is this loss of one job; the log-probabilities follow the sums (`losses.chunked.TokenFunction`).
+        distributions at the targets. With `pairs` it is that loss of the rows, which are pairs of one job, a DPO loss
+        relative to `reference` (None: the base); the sums are then those of `losses.chunked.Preference` (fp64, (1, 5)).
+        With `tokens` it is this loss of one job; log-probabilities follow the sums (`losses.chunked.TokenFunction`).
 
         `trainable[i]`: tensors of `lora` at layer i's sites, of all jobs, requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sums are not divided by the number of targets, so
@@ -153,7 +154,7 @@ class MicroBatchRunner:
         inputs = self._embed(rows, lora)
         recomputed = layers if self._recompute else recomputed
         levels = levels_of(layers, first, recomputed, partly)
-        loss = yield from self._loss(rows, inputs, teacher, beta, reference, tokens, levels, MicroStep.FORWARD)
+        loss = yield from self._loss(rows, inputs, teacher, pairs, reference, tokens, levels, MicroStep.FORWARD)
         inputs = ends.enter(inputs)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
@@ -187,13 +188,13 @@ class MicroBatchRunner:
         lora: LoraBatch,
         *,
         teacher: LoraBatch | None = None,
-        beta: float | None = None,
+        pairs: PairLoss | None = None,
         reference: LoraBatch | None = None,
         tokens: TokenLoss | None = None,
     ) -> MicroSteps:
         """Return what `forward_backward` returns, without gradients."""
         inputs, levels = self._embed(rows, lora), (Kept.ALL,) * len(self._base.layers)
-        loss = yield from self._loss(rows, inputs, teacher, beta, reference, tokens, levels, MicroStep.EVALUATE)
+        loss = yield from self._loss(rows, inputs, teacher, pairs, reference, tokens, levels, MicroStep.EVALUATE)
         ends = EndPass(self._base, self._cut, lora, learns=False)
         h_1TD = yield from self._hidden(inputs, lora, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
         for number, chunk in enumerate(self._target_chunks(rows, loss, ends)):
@@ -207,7 +208,7 @@ class MicroBatchRunner:
         rows: PackedRows,
         inputs: LayerInputs,
         teacher: LoraBatch | None,
-        beta: float | None,
+        pairs: PairLoss | None,
         reference: LoraBatch | None,
         tokens: TokenLoss | None,
         levels: Sequence[Kept],
@@ -226,7 +227,7 @@ class MicroBatchRunner:
                     return own.head(taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K)
 
             return Divergence(rows, taught, shard)
-        if beta is not None:
+        if isinstance(pairs, DpoLoss):
             h_1TD = yield from self._hidden(inputs, reference, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
             likelihood = Likelihood(rows, rows.sequence_targets, shard)
             own = EndPass(self._base, self._cut, reference, learns=False)
@@ -234,7 +235,9 @@ class MicroBatchRunner:
             for number, chunk in enumerate(chunks, start=1):
                 self._head(h_1TD, inputs, chunk, likelihood, None, own)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
-            return Preference(rows, likelihood.finish(None), beta, shard)
+            return Preference(rows, likelihood.finish(None), pairs, shard)
+        if pairs is not None:
+            return Preference(rows, None, pairs, shard)
         if tokens is not None:
             return (SoftTargets if rows.labels_K.ndim > 1 else TokenFunction)(rows, tokens, shard)
         return Likelihood(rows, rows.job_targets, shard)

@@ -295,10 +295,10 @@ def test_a_preference_that_continues_an_adapter_keeps_a_copy_of_its_start() -> N
     def kept(loss: DpoLoss | None, init_from: AdapterRef | None) -> int:
         return needs(msgspec.structs.replace(spec(loss=loss), init_from=init_from))[0]
 
-    start, loss = AdapterRef("start", 1), DpoLoss(type="dpo")
+    start, loss = AdapterRef("start", 1), DpoLoss()
     copy = sum(2 * (shape.a + shape.b) for shape in lora_shapes(LoraSettings(r=16), BASE))
     assert kept(loss, start) == kept(None, start) + copy
-    assert kept(loss, None) == kept(DpoLoss(type="dpo", reference="base"), start) == kept(None, start)
+    assert kept(loss, None) == kept(DpoLoss(reference="base"), start) == kept(None, start)
 
 
 def test_one_rank_keeps_its_part() -> None:

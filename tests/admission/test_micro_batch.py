@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from coserve.admission.micro_batch import ROWS, MicroBatchBytes, MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.shapes import SiteShape, job_state_bytes, lora_shapes, role_of
 from coserve.core.gpu_memory import TrainingCosts
-from coserve.core.training.settings import TrainingSettings
+from coserve.core.training.settings import DpoLoss, TrainingSettings
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
@@ -142,7 +142,9 @@ def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(base: Measured, top: bo
     meter.reset()
     before = meter.now()
     run_to_end(
-        runner.forward_backward(rows, batch, optimizer.trainable, optimizer.grads, beta=0.1, recomputed=recomputed)
+        runner.forward_backward(
+            rows, batch, optimizer.trainable, optimizer.grads, pairs=DpoLoss(beta=0.1), recomputed=recomputed
+        )
     )
     counted = meter.peak() - before
     asked = MicroBatchShape(tokens, rows.targets, recomputed, pairs=True)

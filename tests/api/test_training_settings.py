@@ -13,6 +13,7 @@ from tests.support.real_server import serve_real
 
 ROWS = [{"prompt": f"Word {n}:", "chosen": " yes", "rejected": " no"} for n in range(12)]
 DPO: dict[str, Any] = {"type": "dpo", "beta": 0.2}
+DPO_DEFAULTS = {"reference": "start", "loss_type": "sigmoid", "label_smoothing": 0.0, "sft_weight": 0.0}
 
 
 async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
         training = {"loss": DPO, "steps": 12, "batch_tokens": 64, "learning_rate": 5e-3, "validation_split": 0.25}
         body = {"adapter": "polite", "data": ROWS, "lora": {"r": 4}, "training": training}
         status, job = await api.call("POST", "/finetune", json=body)
-        assert (status, job["rows"], job["training"]["loss"]) == (202, 12, DPO | {"reference": "start"})
+        assert (status, job["rows"], job["training"]["loss"]) == (202, 12, DPO | DPO_DEFAULTS)
         ended = await api.job_until(job["id"], "succeeded")
         assert (ended["result"], ended["training"]["loss"]) == ("polite@1", job["training"]["loss"])
         steps = [event["metrics"] for _, event in await api.events(job["id"]) if event["metrics"]]
@@ -78,7 +79,7 @@ async def test_rows_and_loss_belong_together(api: Api) -> None:
     assert (status, body["error"]["line"]) == (422, 1) and "training.loss" in body["error"]["message"]
     request = {"adapter": "a", "data": [ROWS[0], {"text": "a b"}], "training": {"loss": DPO}}
     status, body = await api.call("POST", "/finetune", json=request)
-    assert (status, body["error"]["line"]) == (422, 2) and "dpo" in body["error"]["message"]
+    assert (status, body["error"]["line"]) == (422, 2) and "a loss of pairs" in body["error"]["message"]
 
 
 async def test_the_learning_rate_that_is_chosen_is_a_twentieth(api: Api) -> None:

@@ -45,7 +45,7 @@ from tests.support.tiny_models import tiny_model
 
 PAIRS = random_pairs()
 BETA = 0.3
-DPO = DpoLoss(type="dpo", beta=BETA)
+DPO = DpoLoss(beta=BETA)
 START = AdapterRef("start", 1)
 JOB: dict[str, Any] = {"loss": DPO, "steps": 5, "batch_tokens": 40, "micro_batch_tokens": 40, "checkpoint_steps": 2}
 
@@ -114,8 +114,8 @@ def test_loss_rewards_and_gradients_equal_pefts(family: str, logits_bytes: int, 
     runner = MicroBatchRunner(base, recompute=recompute, logits_bytes=logits_bytes)
     assert rows.targets > 16, "several chunks of the smallest size"
     lora = lora_of(optimizer.weights(), rows.tokens)
-    found = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=BETA))
-    evaluated = run_to_end(runner.evaluate(rows, lora, beta=BETA))
+    found = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, pairs=DPO))
+    evaluated = run_to_end(runner.evaluate(rows, lora, pairs=DPO))
 
     reference = Reference(family, weights)
     loss, chosen, rejected = reference.losses(PAIRS)
@@ -134,7 +134,7 @@ def test_the_reference_is_suspended_like_the_rest(base: Base) -> None:
     optimizer = AdapterOptimizer(changing_adapter(base), base.spec, TrainingSettings(), base.dtype)
     lora = lora_of(optimizer.weights(), rows.tokens)
     runner = MicroBatchRunner(base, recompute=False)
-    steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=BETA))
+    steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, pairs=DPO))
     assert steps == [
         *(MicroStep.EVALUATE, MicroStep.EVALUATE_HEAD, MicroStep.FORWARD, MicroStep.FORWARD, MicroStep.HEAD),
         *(MicroStep.BACKWARD, MicroStep.BACKWARD),
@@ -201,7 +201,7 @@ def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_as_in_
 def test_the_reference_may_be_the_base(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path, limits=BatchLimits(1000))
     put_adapter(bench, START, changing_adapter(base))
-    loss = DpoLoss(type="dpo", beta=BETA, reference="base")
+    loss = DpoLoss(beta=BETA, reference="base")
     (step,) = metrics_of(bench.train(bench.place(PAIRS, job_spec(PAIRS, **(CONTINUED | {"loss": loss, "steps": 1})))))
     expected, chosen, rejected = Reference("llama", changing_adapter(base)).losses(PAIRS)
     assert step.rewards is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.core.training.settings import TrainingSettings
+from coserve.core.training.settings import DpoLoss, TrainingSettings
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
@@ -96,6 +96,8 @@ def test_the_reference_of_a_dpo_loss_has_no_noise() -> None:
     runner = MicroBatchRunner(base, recompute=False)
     for noises, rewarded in (((), False), ((None,), False), ((NOISE,), True)):
         sums = run_to_end(
-            runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=0.5, noises=noises)
+            runner.forward_backward(
+                rows, lora, optimizer.trainable, optimizer.grads, pairs=DpoLoss(beta=0.5), noises=noises
+            )
         )
         assert bool((sums[0, 2:4].abs() > 1e-3).all()) is rewarded, noises

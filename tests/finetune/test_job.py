@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.training.jobs import JobState
-from coserve.core.training.settings import DpoLoss, Schedule, TrainingSettings
+from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, Schedule, SimpoLoss, TrainingSettings
 from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
 from coserve.data.corpus.limits import BOUNDS, check_training, longest_row
 from coserve.data.corpus.packing import pack
@@ -170,8 +170,24 @@ def test_a_number_that_is_none_in_fp32(name: str, value: float) -> None:
 
 def test_a_beta_of_a_dpo_loss_that_is_none_in_fp32() -> None:
     with pytest.raises(InvalidRequest, match="the least normal fp32 number") as refused:
-        check_training(msgspec.structs.replace(TrainingSettings(), loss=DpoLoss(type="dpo", beta=TINY)))
+        check_training(msgspec.structs.replace(TrainingSettings(), loss=DpoLoss(beta=TINY)))
     assert refused.value.field == "training.loss.beta"
+
+
+@pytest.mark.parametrize(
+    ("loss", "field"),
+    [
+        (DpoLoss(loss_type="hinge", label_smoothing=0.1), "label_smoothing"),
+        (DpoLoss(loss_type="robust", label_smoothing=0.5), "label_smoothing"),
+        (DpoLoss(sft_weight=-1.0), "sft_weight"),
+        (OrpoLoss(beta=0.0), "beta"),
+        (SimpoLoss(gamma=-0.1), "gamma"),
+    ],
+)
+def test_settings_of_a_loss_of_pairs_that_mean_nothing_are_refused(loss: PairLoss, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_training(msgspec.structs.replace(TrainingSettings(), loss=loss))
+    assert refused.value.field == f"training.loss.{field}"
 
 
 def test_numbers_at_the_ends_of_fp32() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import Kept
-from coserve.core.training.settings import TrainingSettings
+from coserve.core.training.settings import DpoLoss, TrainingSettings
 from coserve.finetune import lora_tensors
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.compiled import levels_of
@@ -245,12 +245,17 @@ def test_rewards_are_0_at_the_reference_whatever_layers_keep() -> None:
         return run_to_end(runner.evaluate(rows, lora))
 
     def rewards(**counts: int) -> list[list[float]]:
-        learned = runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=0.3, **counts)
-        return [run_to_end(steps)[0, 2:].tolist() for steps in (learned, runner.evaluate(rows, lora, beta=0.3))]
+        learned = runner.forward_backward(
+            rows, lora, optimizer.trainable, optimizer.grads, pairs=DpoLoss(beta=0.3), **counts
+        )
+        return [
+            run_to_end(steps)[0, 2:].tolist()
+            for steps in (learned, runner.evaluate(rows, lora, pairs=DpoLoss(beta=0.3)))
+        ]
 
     def continued(**counts: int) -> list[float]:
         own = runner.forward_backward(
-            rows, changed, adapter.trainable, adapter.grads, beta=0.3, reference=start, **counts
+            rows, changed, adapter.trainable, adapter.grads, pairs=DpoLoss(beta=0.3), reference=start, **counts
         )
         return cast(list[float], run_to_end(own)[0, 2:].tolist())
 

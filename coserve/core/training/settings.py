@@ -55,14 +55,57 @@ TrainOn = Literal["completion", "all", "assistant"]
 """The tokens of a row that enter the loss."""
 
 
-class DpoLoss(Wire, frozen=True):
-    """Direct preference optimization (Rafailov et al. 2023, equation 7)."""
+class DpoLoss(Wire, frozen=True, tag_field="type", tag="dpo"):
+    """Direct preference optimization (Rafailov et al. 2023, equation 7), and its relatives in TRL."""
 
-    type: Literal["dpo"]
     beta: float = 0.1
     """Scale of the rewards: how strongly the adapter is held to the reference."""
     reference: Literal["start", "base"] = "start"
     """Reference policy of the loss: the adapter at the job's start (the base, if the adapter is new), or the base."""
+    loss_type: Literal[
+        "sigmoid",
+        "hinge",
+        "ipo",
+        "robust",
+        "exo_pair",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "sigmoid_norm",
+    ] = "sigmoid"
+    """As in TRL's `DPOConfig`."""
+    label_smoothing: float = 0.0
+    """Share of pairs that are taken to be the wrong way round. Of `sigmoid` (conservative DPO), `robust` and
+    `exo_pair`."""
+    sft_weight: float = 0.0
+    """Weight of the chosen answer's mean negative log-likelihood, which is added: TRL's loss type `sft`, its former
+    `rpo_alpha`, LLaMA-Factory's `pref_ftx`."""
+
+
+class OrpoLoss(Wire, frozen=True, tag_field="type", tag="orpo"):
+    """Odds ratio preference optimization (Hong et al. 2024, equation 6), without a reference: the chosen answer's mean
+    negative log-likelihood, and `beta` times the odds ratio's."""
+
+    beta: float = 0.1
+    """Weight of the odds ratio: the paper's lambda."""
+
+
+class SimpoLoss(Wire, frozen=True, tag_field="type", tag="simpo"):
+    """Simple preference optimization (Meng et al. 2024, equation 6), without a reference: rewards are mean
+    log-probabilities of the answers' tokens."""
+
+    beta: float = 2.0
+    """Scale of the rewards."""
+    gamma: float = 1.0
+    """The margin of rewards that is aimed at: TRL's and LLaMA-Factory's `simpo_gamma`."""
+    sft_weight: float = 0.0
+    """As in `DpoLoss`; TRL's `cpo_alpha`."""
+
+
+PairLoss = DpoLoss | OrpoLoss | SimpoLoss
+"""A loss of pairs of a chosen and a rejected answer."""
 
 
 class TrainingRequest(Wire, frozen=True):
@@ -92,8 +135,9 @@ class TrainingRequest(Wire, frozen=True):
     one_row_per_answer: bool = False
     """Split a chat into one row per answer to learn, each with the chat up to that answer: for templates that change
     earlier answers."""
-    loss: DpoLoss | None = None
-    """None: the negative log-likelihood of the target tokens. `dpo` needs rows of `prompt`, `chosen` and `rejected`."""
+    loss: PairLoss | None = None
+    """None: the negative log-likelihood of the target tokens. Others need rows of `prompt`, `chosen` and
+    `rejected`."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
     warmup_ratio: float | None = None

@@ -8,7 +8,7 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.limits import below_one
 from coserve.core.messages import characters
 from coserve.core.options import Bounds
-from coserve.core.training.settings import TrainingSettings
+from coserve.core.training.settings import DpoLoss, PairLoss, TrainingSettings
 from coserve.core.validation import check_normal
 
 LEAST = {
@@ -37,8 +37,15 @@ BOUNDS = {
     "sample_max_tokens": Bounds(1, 1024),
     "sample_temperature": Bounds(0, 100),
 }
-BETA = Bounds(0, 100, open=(True, False))
-"""Beta of a DPO loss."""
+OF_PAIRS = {
+    "beta": Bounds(0, 100, open=(True, False)),
+    "label_smoothing": Bounds(0, 0.5, open=(False, True)),
+    "sft_weight": Bounds(0, 100),
+    "gamma": Bounds(0, 100),
+}
+"""Settings of losses of pairs."""
+SMOOTHED = ("sigmoid", "robust", "exo_pair")
+"""Types of a DPO loss that have label smoothing."""
 MAX_SAMPLE_PROMPTS = 8
 MAX_SAMPLE_CHARACTERS = 8192
 """Characters of a prompt, or of all messages of a chat: the registry rewrites a job's prompts and samples at each
@@ -74,17 +81,17 @@ def check_training(training: TrainingSettings) -> None:
     if training.optimizer.lion and training.eps != TrainingSettings().eps:
         raise InvalidRequest(f"expected no eps with {training.optimizer}, got {training.eps}", field="training.eps")
     if training.loss is not None:
-        check_normal(training.loss.beta, field="training.loss.beta")
-        if training.loss.beta not in BETA:
-            raise InvalidRequest(f"expected {BETA}, got {training.loss.beta}", field="training.loss.beta")
+        _check_loss(training.loss)
         if training.micro_batch_tokens is not None and training.micro_batch_tokens < 4:
             got = training.micro_batch_tokens
             raise InvalidRequest(f"expected at least 4 for a pair, got {got}", field="training.micro_batch_tokens")
         if training.train_on is not None:
-            raise InvalidRequest("expected no train_on: a dpo loss is of the answers alone", field="training.train_on")
+            raise InvalidRequest(
+                "expected no train_on: a loss of pairs is of the answers alone", field="training.train_on"
+            )
         if training.one_row_per_answer:
             raise InvalidRequest(
-                "expected it left out: a dpo loss is of the answers alone", field="training.one_row_per_answer"
+                "expected it left out: a loss of pairs is of the answers alone", field="training.one_row_per_answer"
             )
     if training.one_row_per_answer and training.train_on == "all":
         raise InvalidRequest('expected train_on other than "all"', field="training.one_row_per_answer")
@@ -95,6 +102,21 @@ def check_training(training: TrainingSettings) -> None:
             "expected a validation_split or validation_rows above 0", field="training.early_stopping_patience"
         )
     _check_samples(training)
+
+
+def _check_loss(loss: PairLoss) -> None:
+    for name, bounds in OF_PAIRS.items():
+        value = getattr(loss, name, None)
+        if value is not None:
+            check_normal(value, field=f"training.loss.{name}")
+            if value not in bounds:
+                raise InvalidRequest(f"expected {bounds}, got {value}", field=f"training.loss.{name}")
+    if isinstance(loss, DpoLoss) and loss.label_smoothing and loss.loss_type not in SMOOTHED:
+        raise InvalidRequest(
+            f"expected 0 for the loss type {loss.loss_type}, got {loss.label_smoothing}: "
+            f"only {', '.join(SMOOTHED)} have it",
+            field="training.loss.label_smoothing",
+        )
 
 
 def _check_samples(training: TrainingSettings) -> None:

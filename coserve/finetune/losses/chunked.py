@@ -13,13 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from coserve.core.training.settings import PairLoss
 from coserve.finetune.losses.formulas import (
     divergence_,
     negative_log_likelihood_,
-    preference,
     soft_cross_entropy_,
 )
 from coserve.finetune.losses.loss import TokenLoss
+from coserve.finetune.losses.pairs import preference
 from coserve.finetune.packed_rows import PackedRows
 from coserve.model.parallel.vocabulary import VocabularyShard
 
@@ -91,23 +92,27 @@ class Divergence:
 
 
 class Preference(Likelihood):
-    """DPO loss of one job's pairs. Result: fp64 (1, 5): the loss, how many targets are predicted correctly, and the
-    three other sums of `losses.formulas.preference`.
+    """Loss of one job's pairs. Result: fp64 (1, 5): the loss, how many targets are predicted correctly, and the three
+    other sums of `losses.pairs.preference`.
 
     A token's logits depend only on its own hidden state. So the gradient of the loss with respect to that state is the
     NLL's gradient times the derivative of the loss with respect to the NLL of the token's sequence. The head is
     therefore computed once, although that derivative is known only after all chunks.
     """
 
-    def __init__(self, rows: PackedRows, reference_Q2: Tensor, beta: float, shard: VocabularyShard | None) -> None:
-        """`reference_Q2`: the sequences' `Likelihood` result under the reference model."""
+    def __init__(
+        self, rows: PackedRows, reference_Q2: Tensor | None, loss: PairLoss, shard: VocabularyShard | None
+    ) -> None:
+        """`reference_Q2`: the sequences' `Likelihood` result under the reference model; None for a loss without."""
         super().__init__(rows, rows.sequence_targets, shard)
-        self._sequences_T, self._reference_Q2, self._beta = rows.sequences_T, reference_Q2, beta
+        self._sequences_T, self._reference_Q2, self._loss = rows.sequences_T, reference_Q2, loss
 
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
         found_Q2 = super().finish(None)
-        losses_P2, reference_P2 = found_Q2[:, 0].view(-1, 2), self._reference_Q2[:, 0].view(-1, 2)
-        sums, slopes_P2 = preference(losses_P2, reference_P2, self._beta)
+        reference_Q2 = torch.zeros_like(found_Q2) if self._reference_Q2 is None else self._reference_Q2
+        losses_P2, reference_P2 = found_Q2[:, 0].view(-1, 2), reference_Q2[:, 0].view(-1, 2)
+        targets_P2 = losses_P2.new_tensor(self._groups).view(-1, 2)
+        sums, slopes_P2 = preference(losses_P2, reference_P2, targets_P2, self._loss)
         if gradient_1TD is not None:
             assert self._sequences_T is not None, "expected rows of pairs"
             gradient_1TD *= slopes_P2.view(-1).float()[self._sequences_T, None]

@@ -1,8 +1,7 @@
 """Losses of targets, in nats, from a chunk of logits. The logits become gradients in place: autograd would keep several
 fp32 tensors of their size. They may be this rank's vocabulary shard.
 
-Letters: K tokens whose next token is a target, C candidates of a target, V vocabulary, S vocabulary entries of a rank,
-P pairs.
+Letters: K tokens whose next token is a target, C candidates of a target, V vocabulary, S vocabulary entries of a rank.
 """
 
 from __future__ import annotations
@@ -99,18 +98,3 @@ def divergence_(
 
 def _predicted(logits_KV: Tensor, labels_K: Tensor) -> Tensor:
     return logits_KV.gather(1, labels_K[:, None])[:, 0] == logits_KV.amax(1)
-
-
-def preference(losses_P2: Tensor, reference_P2: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the DPO loss of pairs (Rafailov et al. 2023, equation 7). Inputs: negative log-likelihoods of the chosen
-    and the rejected answer (fp64, (P, 2)), under the model and under the reference.
-
-    Returns sums over the pairs (fp64, (4)): the loss, the rewards of the chosen and of the rejected answers, and how
-    many margins are above 0; and the gradient of the loss with respect to `losses_P2` (P, 2).
-    """
-    rewards_P2 = beta * (reference_P2 - losses_P2)
-    margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
-    loss = -functional.logsigmoid(margin_P).sum()
-    slope_P = beta * torch.sigmoid(-margin_P)
-    sums = torch.stack((loss, *rewards_P2.sum(0).unbind(), (margin_P > 0).sum().double()))
-    return sums, torch.stack((slope_P, -slope_P), 1)

@@ -14,6 +14,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from coserve.core.errors import InvalidRequest
+from coserve.core.training.settings import PairLoss
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.packed_rows import TargetValues
 from coserve.model.lora import LoraWeights
@@ -103,8 +104,8 @@ class Loss:
 
     teacher: LoraWeights | None = None
     """The loss is KL(teacher || student) with this adapter as teacher: this rank's shard, in the base's dtype."""
-    beta: float | None = None
-    """The loss is the DPO loss of pairs of rows, with this beta."""
+    pairs: PairLoss | None = None
+    """The loss is this one of pairs of rows."""
     reference: LoraWeights | None = None
     """Reference adapter of a DPO loss, in the same form as `teacher`; None: the base."""
     tokens: TokenLoss | None = None
@@ -113,13 +114,13 @@ class Loss:
     @property
     def shares(self) -> bool:
         """Whether a forward may include rows of other sessions."""
-        return self.teacher is None and self.beta is None and self.tokens is None
+        return self.teacher is None and self.pairs is None and self.tokens is None
 
     @property
     def sums(self) -> int:
-        """Number of sums of a forward: the loss and correct predictions, and for DPO three more
+        """Number of sums of a forward: the loss and correct predictions, and for pairs three more
         (`losses.chunked.Preference`)."""
-        return 2 if self.beta is None else 5
+        return 2 if self.pairs is None else 5
 
     def check(self, batch: Batch, vocab: int) -> None:
         """Raise `InvalidRequest` unless a token loss can be computed on `batch`, whose rows come from a client."""

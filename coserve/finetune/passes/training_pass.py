@@ -186,7 +186,7 @@ def _compute(
     if not first.learns:
         return (
             yield from runner.evaluate(
-                rows, lora, teacher=teacher, beta=loss.beta, reference=reference, tokens=loss.tokens
+                rows, lora, teacher=teacher, pairs=loss.pairs, reference=reference, tokens=loss.tokens
             )
         )
     trainable, grads = (
@@ -200,7 +200,7 @@ def _compute(
             trainable,
             grads,
             teacher=teacher,
-            beta=loss.beta,
+            pairs=loss.pairs,
             reference=reference,
             tokens=loss.tokens,
             recomputed=first.how.recomputed,

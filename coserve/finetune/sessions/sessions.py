@@ -181,12 +181,13 @@ class Sessions(Generic[AnyTrainee]):
     def _loss(self, spec: JobSpec, start: LoraWeights) -> Loss:
         """Build the job's loss. `start`: this rank's shards of the job's initial adapter, which a DPO loss may refer
         to; a resumed job's weights have moved on."""
-        base, beta = self._base, None if spec.training.loss is None else spec.training.loss.beta
-        reference = None
+        base, reference = self._base, None
         if has_reference(spec):
             served = base.served(start) if base.sharding is None else start
             reference = cast_learning(served, base.dtype, base.device)
-        return Loss(self._teacher_weights(spec), beta, reference, CrossEntropy() if spec.soft_targets else None)
+        return Loss(
+            self._teacher_weights(spec), spec.training.loss, reference, CrossEntropy() if spec.soft_targets else None
+        )
 
     def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
         """The teacher's weights as served: this rank's shard, on the base's device and in its dtype."""

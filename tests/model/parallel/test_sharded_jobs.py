@@ -22,7 +22,7 @@ from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks
 
 BD: dict[str, object] = {"r": 8, "bd_blocks": 2}
-DPO: dict[str, object] = {"loss": DpoLoss(type="dpo", beta=0.3), "micro_batch_tokens": 32}
+DPO: dict[str, object] = {"loss": DpoLoss(beta=0.3), "micro_batch_tokens": 32}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from coserve.api.openai.requests import adapter_of
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_SEED
 from coserve.core.schemas import FinetuneRequest
-from coserve.core.training.settings import Auto, DpoLoss, TrainingRequest
+from coserve.core.training.settings import Auto, DpoLoss, PairLoss, TrainingRequest
 from coserve.core.types import BaseSpec
 from coserve.data.corpus.defaults import choose_training
 
@@ -28,7 +28,7 @@ def job_request(body: CreateJob, spec: BaseSpec, key: str | None) -> FinetuneReq
     loss = None
     if isinstance(found, DpoHyperparameters):
         beta = _given(found.beta)
-        loss = DpoLoss(type="dpo") if beta is None else DpoLoss(type="dpo", beta=beta)
+        loss = DpoLoss() if beta is None else DpoLoss(beta=beta)
     random = hashlib.sha256(secrets.token_bytes(16) if key is None else key.encode()).hexdigest()
     multiplier, epochs, batch_rows = map(_given, (found.learning_rate_multiplier, found.n_epochs, found.batch_size))
     training = TrainingRequest(
@@ -51,7 +51,7 @@ def _given(value: float | Auto | None) -> float | None:
     return None if value is None or value == "auto" else float(value)
 
 
-def default_rate(loss: DpoLoss | None, spec: BaseSpec) -> float:
+def default_rate(loss: PairLoss | None, spec: BaseSpec) -> float:
     """Return the learning rate that `learning_rate_multiplier` multiplies."""
     return choose_training(TrainingRequest(loss=loss), rows=1, tokens=1, hidden=spec.hidden)[0].learning_rate
 
