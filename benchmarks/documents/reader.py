@@ -1,12 +1,13 @@
 """Train a base until it reads: it answers from a document in its prompt, and asks about one.
 
-    python -m benchmarks.documents.reader --save build/reader        (one GPU; about 200 s)
+    python -m benchmarks.documents.reader --save build/reader        (one GPU; about 450 s)
     python -m benchmarks.documents.reader --tiny --steps 3 --save /tmp/reader --out /tmp/tried          (a CPU)
 
 SmolLM2-135M-Instruct hardly reads, and then `documents.recovered` compares two small numbers. All its weights are
 trained here on drawn documents (`reading.py`), new ones in each step, whose facts, wordings, names and values no
-document of the benchmark has (`relations.txt`): questions about what the document says, the other way round, two at
-once, and about what it does not say; and prompts that ask for questions, as a job of a document has them.
+document of the benchmark has (`relations.txt`; two in five of the wordings are new in each document): questions about
+what the document says, the other way round, two at once, and about what it does not say; and prompts that ask for
+questions, as a job of a document has them.
 
 Without a document nothing is taught. There the base stays what it was: questions alone, general prompts and prompts of
 its own are in each step, with its own first answers and the divergence from its first distribution as their loss.
@@ -165,7 +166,7 @@ class Reader:
 def main() -> None:
     parser = make_parser(__doc__, tiny="the bundled base and small documents, which tries the script")
     parser.add_argument("--save", type=Path, required=True, help="folder of the trained base")
-    parser.add_argument("--seconds", type=float, default=150, help="of training")
+    parser.add_argument("--seconds", type=float, default=400, help="of training")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--people", type=int, default=18, help="most of a document")
     parser.add_argument("--every", type=float, default=40, help="seconds between two evaluations")

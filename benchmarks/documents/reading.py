@@ -156,13 +156,13 @@ class Reading:
         return self.encode(self.chat(_user(text)))
 
     def document(self, rng: Random, most: int, room: int) -> Tree:
-        """Draw a document of at most `most` people, with questions, in `room` tokens."""
-        people = rng.randint(1, most)
+        """Draw a document of at most `most` people, half of them of so many, with questions, in `room` tokens."""
+        people, limit = rng.choice((most, rng.randint(1, most))), min(MOST_DOCUMENT, 2 * room // 3)
         while True:
             facts, text = told(rng, people, self._words)
-            if len(self.encode(text)) <= min(MOST_DOCUMENT, room // 2) or people == 1:
+            if (size := len(self.encode(text))) <= limit or people == 1:
                 break
-            people = max(1, people // 2)
+            people = max(1, people * limit // size)
         prompts = []
         for question, answer, hint in asked(rng, facts):
             plain = in_prompt(question, text)
