@@ -207,6 +207,7 @@ NEEDLESS_OPTIONS = {
     ),
     "lora_eviction_policy": "adapters leave memory by uses and size; coserve adapters set NAME --pin keeps one",
     "no_enable_prefix_caching": "it is --no-prefix-cache here",
+    "mamba_cache_mode": "the prefix cache keeps snapshots of recurrent states near the end of a prompt",
     "enable_chunked_prefill": "prompts are computed in chunks of at most --step-tokens",
     **dict.fromkeys(
         ("enable_auto_tool_choice", "reasoning_parser"),

@@ -127,3 +127,20 @@ def test_a_snapshot_of_a_state_is_the_same_bits_and_no_other_slots_or_pages() ->
     kv.restore_state(2, pages)
     found = [torch.cat(kv.states.of(slot)) for slot in range(3)]
     assert [torch.equal(a, b) for a, b in zip(found, [slots[0], slots[1], slots[1]], strict=True)] == [True] * 3
+
+
+def test_pages_that_a_step_copies_are_not_quiet_until_it_has_ended() -> None:
+    """They may be free, and an adapter's, at the next launch; a step has ended at the launch of the next but one."""
+    kv = KvCache.for_base(Shapes(states={0: StateShape(32, 4)}), 256, 4)
+    span, _ = kv.buffer.allocate_span(2) or pytest.fail("expected a free run")
+    kv.buffer.pool.release_span(span)
+    pages = kv.allocate(kv.state_pages)
+    assert pages is not None
+    kv.buffer.step_begins()
+    assert kv.buffer.is_quiet(span)
+    kv.keep_state(0, pages)
+    kv.free(pages)
+    kv.buffer.step_begins()
+    assert not kv.buffer.is_quiet(span)
+    kv.buffer.step_begins()
+    assert kv.buffer.is_quiet(span)
