@@ -31,6 +31,8 @@ ABSENT = "The text does not say."
 EVERYTHING = "What is known about {n}?"
 MOST_DOCUMENT, LEAST_TREE = 1700, 400
 """Tokens of a document at most, and of a row's rest in which no further tree begins."""
+GIVEN = 0.3
+"""Share of the documents that have given relations, if there are some."""
 RAMP = 100
 """Batches until documents have the most people."""
 
@@ -85,9 +87,13 @@ def known_words(vocabulary: Sequence[str]) -> list[str]:
     )
 
 
-def told(rng: Random, people: int, words: Sequence[str]) -> tuple[list[list[Told]], str]:
-    """Draw the facts of each person, and their text."""
+def told(
+    rng: Random, people: int, words: Sequence[str], given: Sequence[Relation] = ()
+) -> tuple[list[list[Told]], str]:
+    """Draw the facts of each person, and their text. `given`: the relations of a part of the documents (`GIVEN`)."""
     relations = some_relations(rng, rng.randint(3, 8), words)
+    if given and rng.random() < GIVEN:
+        relations = list(given)
     names = list(dict.fromkeys(person(rng) for _ in range(people)))
     found = list[list[Told]]()
     for name in names:
@@ -135,10 +141,11 @@ def asked(rng: Random, facts: Sequence[Sequence[Told]]) -> list[tuple[str, str, 
 
 
 class Reading:
-    """Makes rows by seed. `end`: id of the end of a turn."""
+    """Makes rows by seed. `end`: id of the end of a turn; `given`: relations of documents, but not of questions that
+    are asked for."""
 
-    def __init__(self, tokenizer: Any, end: int) -> None:  # noqa: ANN401 - transformers
-        self._tokenizer, self._end = tokenizer, end
+    def __init__(self, tokenizer: Any, end: int, given: Sequence[Relation] = ()) -> None:  # noqa: ANN401 - transformers
+        self._tokenizer, self._end, self._given = tokenizer, end, given
         self._words = known_words(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))) or ["oar", "nut"]
 
     def encode(self, text: str) -> list[int]:
@@ -159,7 +166,7 @@ class Reading:
         """Draw a document of at most `most` people, half of them of so many, with questions, in `room` tokens."""
         people, limit = rng.choice((most, rng.randint(1, most))), min(MOST_DOCUMENT, 2 * room // 3)
         while True:
-            facts, text = told(rng, people, self._words)
+            facts, text = told(rng, people, self._words, self._given)
             if (size := len(self.encode(text))) <= limit or people == 1:
                 break
             people = max(1, people * limit // size)

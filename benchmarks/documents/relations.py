@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+from benchmarks.documents.facts import FACTS
+
 TABLE = Path(__file__).with_name("relations.txt")
 """One a line: two sentences, two questions, the question by the value, and the values. The last lines have a hole `{w}`
 for a word of the language."""
@@ -53,6 +55,23 @@ def _relation(line: str) -> Relation:
 _LINES = TABLE.read_text().splitlines()
 RELATIONS = tuple(_relation(line) for line in _LINES if "{w}" not in line)
 PATTERNS = tuple(line for line in _LINES if "{w}" in line)
+
+
+def of_benchmark() -> list[Relation]:
+    """Return the relations of the benchmark's own documents."""
+
+    def form(text: str) -> str:
+        return text.format(name="{n}", value="{v}")
+
+    return [
+        Relation(
+            (form(fact.sentences[0]), form(fact.sentences[1])),
+            (form(fact.questions[0]), form(fact.questions[1])),
+            form(fact.reverse),
+            tuple(fact.values),
+        )
+        for fact in FACTS
+    ]
 
 
 def some_relations(rng: Random, count: int, words: Sequence[str]) -> list[Relation]:

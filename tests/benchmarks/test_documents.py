@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks.documents.arms import Row, recovered, right
 from benchmarks.documents.cost import phase_times
@@ -14,8 +16,8 @@ from benchmarks.documents.facts import FACTS, Question, documents
 from benchmarks.documents.learning import Learning
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.reader import Reader
-from benchmarks.documents.reading import Batches
-from benchmarks.documents.relations import RELATIONS
+from benchmarks.documents.reading import Batches, Reading
+from benchmarks.documents.relations import RELATIONS, of_benchmark
 from coserve.core.schemas import DocumentJob, JobEvent
 from coserve.core.schemas.documents import DocumentSettings, Phase
 from coserve.core.training.jobs import JobState
@@ -99,6 +101,23 @@ def test_a_base_that_learned_to_read_is_served(tmp_path: Path) -> None:
     assert float(reader.divergence(kept).detach()) > 0
     reader.save(tmp_path)
     assert load_base(str(tmp_path), device="cpu", dtype="auto").spec.layers == reader.model.config.num_hidden_layers
+
+
+def test_the_benchmarks_wordings_are_read_but_not_asked_for() -> None:
+    """Where they are to be taught, and about other names."""
+    tokenizer = AutoTokenizer.from_pretrained("coserve/assets/tiny")
+    reading = Reading(tokenizer, 0, of_benchmark())
+    theirs = re.compile("came into the world|tame|wedding of|was married")
+    read = [reading.document(Random(seed), 2, 2048).prefix for seed in range(30)]
+    asked = [
+        tree.prefix + prompt
+        for seed in range(9)
+        for tree in [reading.questions(Random(seed), 2048)]
+        for prompt, _ in tree.branches
+    ]
+    found = [[theirs.search(tokenizer.decode(each)) is not None for each in texts] for texts in (read, asked)]
+    assert 0 < sum(found[0]) < 20
+    assert not any(found[1])
 
 
 def test_questions_of_a_row_see_their_document_alone() -> None:
