@@ -123,6 +123,12 @@ class EngineClient:
         if self._silent_since is None:
             self._silent_since = self._clock()
 
+    def offer(self, message: ToEngine) -> bool:
+        """Send a message if there is an engine; return whether there is one."""
+        if self._link is not None:
+            self.send(message)
+        return self._link is not None
+
     def received(self, message: FromEngine) -> None:
         """Note the time of a message; call it for each one. An engine reports about once a second while it works, and
         once when its work is done."""

@@ -25,15 +25,7 @@ from coserve.api.adapters.size import refuse_too_large
 from coserve.api.http.parsing import local_path
 from coserve.api.node import Node
 from coserve.core.cancellation import Commits, keep_task, uncancelled
-from coserve.core.errors import (
-    AdapterNotFound,
-    BaseMismatch,
-    EngineUnavailable,
-    InvalidRequest,
-    NameTaken,
-    StorageError,
-    UnsafeAdapter,
-)
+from coserve.core.errors import AdapterNotFound, BaseMismatch, InvalidRequest, NameTaken, StorageError, UnsafeAdapter
 from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas import Adapter, AdapterList, AdapterUpdate, DeletedAdapter, ImportRequest
@@ -140,8 +132,8 @@ class AdapterCatalog:
             except NameTaken as error:
                 error.field = "name"
                 raise
-        with suppress(EngineUnavailable):  # the engine packs the files, so that the first request finds them in memory
-            self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests))
+        # The engine packs the files, so that the first request finds them in memory.
+        self._engine.offer(PrefetchAdapter(ref=record.ref, digests=record.digests))
         failpoint("api.before_reply")
         facts = await self._registry.read(lambda registry: FactsReader(registry).of(record.ref))
         return self._view(record, record.ref.version, facts=facts)
@@ -172,8 +164,8 @@ class AdapterCatalog:
             return registry.adapter(ref.id, ref.version) if ref in registry.pins() else None
 
         if (record := await self._registry.read(find)) is not None:
-            with suppress(EngineUnavailable):  # the next engine is told when it starts
-                self._engine.send(PrefetchAdapter(ref=ref, digests=record.digests, pinned=True))
+            # Without an engine: the next one is told when it starts.
+            self._engine.offer(PrefetchAdapter(ref=ref, digests=record.digests, pinned=True))
 
     async def unload(self, name: str) -> None:
         """Delete the versions of `name` that `load` published. Raises `AdapterNotFound`, or `InvalidRequest` if there
@@ -277,8 +269,8 @@ class AdapterCatalog:
 
         record = await self._registry(change)
         if request.pinned is not None:
-            with suppress(EngineUnavailable):  # the next engine is told when it starts
-                self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=request.pinned))
+            # Without an engine: the next one is told when it starts.
+            self._engine.offer(PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=request.pinned))
         if request.ttl is not None and self._expiry is not None:
             self._expiry.changed()
         return await self.get(name, record.ref.version)
@@ -374,8 +366,7 @@ class AdapterCatalog:
 
     async def _remove(self, ref: AdapterRef) -> None:
         """Remove a version's copies in memory and its files; its row is gone."""
-        with suppress(EngineUnavailable):  # the next engine starts with empty memory
-            self._engine.send(DropAdapter(ref=ref))
+        self._engine.offer(DropAdapter(ref=ref))  # the next engine starts with empty memory
         await remove_unlisted(self._folder.adapter(ref), f"adapter {ref}")
 
 

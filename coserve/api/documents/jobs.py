@@ -177,8 +177,7 @@ class DocumentJobs:
             self._recorder.deliver(JobNote(id=id, message=why, kept=True))
             return True
         await self._recorder.fail(id, NotLearned.code, f'{why}: it is not published (publish "always" does)')
-        with suppress(EngineUnavailable):
-            self._engine.send(CancelJob(id=id))
+        self._engine.offer(CancelJob(id=id))
         return False
 
     async def _evaluation(self, record: JobRecord, document: DocumentJob, snapshot: JobSnapshot) -> DocumentEvaluation:

@@ -7,7 +7,6 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
 
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.lookup import find_adapter
@@ -256,8 +255,7 @@ class InFlightRequests:
             self.in_use.remove(state.adapter)
 
     def _cancel(self, sequence: str) -> None:
-        with suppress(EngineUnavailable):
-            self._engine.send(CancelRequest(id=sequence))
+        self._engine.offer(CancelRequest(id=sequence))
 
 
 def _values(message: Tokens) -> int:

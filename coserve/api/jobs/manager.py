@@ -148,8 +148,7 @@ class JobManager:
             if not paused:
                 self._documents.begin(spec.id)
             return
-        with suppress(EngineUnavailable):
-            self._engine.send(StartJob(spec=spec, paused=paused))
+        if self._engine.offer(StartJob(spec=spec, paused=paused)):
             self._started.add(spec.id)
 
     async def _start_if_possible(self, record: JobRecord) -> JobRecord:
@@ -373,8 +372,7 @@ class JobManager:
             record = await self._registry.with_reserve(lambda registry: registry.set_state(id, JobState.QUEUED))
             self._wanted.pop(id, None)  # left by a pause whose caller stopped waiting
             if id in self._started:
-                with suppress(EngineUnavailable):
-                    self._engine.send(ResumeJob(id=id))
+                self._engine.offer(ResumeJob(id=id))
             else:
                 record = await self._start_if_possible(record)
         return record

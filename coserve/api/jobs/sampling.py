@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from coserve.api.generation.full_response import collect_native
 from coserve.api.generation.in_flight import InFlightRequests
@@ -52,8 +51,7 @@ class JobSampler:
         def ended(task: asyncio.Task[bool]) -> None:  # a callback: the task may be cancelled before it begins
             del self._tasks[task]
             if (task.cancelled() or task.result()) and engine == self._engine.starts:  # a later engine does not have it
-                with suppress(EngineUnavailable):
-                    self._engine.send(SnapshotDone(id=snapshot.id, ref=snapshot.ref))
+                self._engine.offer(SnapshotDone(id=snapshot.id, ref=snapshot.ref))
 
         task.add_done_callback(ended)
 
