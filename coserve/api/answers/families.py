@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from coserve.api.answers.deepseek import DeepSeekParser
 from coserve.api.answers.harmony import HarmonyParser
-from coserve.api.answers.hermes import HermesParser
-from coserve.api.answers.llama3 import Llama3Parser
-from coserve.api.answers.mistral import MistralParser
+from coserve.api.answers.json_calls import DeepSeekParser, HermesParser, Llama3Parser, MistralParser
 from coserve.api.answers.tagged import GlmParser, QwenXmlParser
 from coserve.api.answers.tool_parser import ToolParser
 from coserve.api.answers.typed_arguments import Schemas

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
-from coserve.api.answers.deltas import AnswerDelta
+from coserve.api.answers.deltas import AnswerDelta, held_back
 from coserve.api.answers.families import ToolFamily, long_id
-from coserve.api.answers.reasoning import CLOSE, OPEN, ReasoningParser
 from coserve.api.answers.tool_parser import ToolParser
 from coserve.api.answers.typed_arguments import Schemas
 from coserve.core.grammar import CallStart
 from coserve.core.schemas import GenerateRequest
 from coserve.data.pretrained.tokenizer import Tokenizer
 
+OPEN, CLOSE = "<think>", "</think>"
+"""Around the reasoning, which models write before the answer."""
 PIECE = 4096
 """Characters parsed at once: a few milliseconds."""
 _END = 16
@@ -91,6 +93,58 @@ class CallsOrText:
         if self._has_calls is None:
             return AnswerDelta(self._held)
         return self._parser.flush()
+
+
+class ReasoningParser:
+    """Separates the reasoning of one choice, incrementally. Line breaks around it are dropped. `inside`: the prompt
+    ends with `<think>`."""
+
+    def __init__(self, *, inside: bool) -> None:
+        self._inside = inside
+        self._buffer = ""
+        self._part: Literal["start", "opened", "reasoning", "closed", "answer"] = "start"
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return what the text adds to the reasoning, and to the answer."""
+        self._buffer += text
+        reasoning = ""
+        if self._part == "start":
+            self._start()
+        if self._part == "opened":
+            self._buffer = self._buffer.lstrip("\n")
+            self._part = "reasoning" if self._buffer else "opened"
+        if self._part == "reasoning":
+            reasoning = self._reasoning()
+        if self._part == "closed":
+            self._buffer = self._buffer.lstrip("\n")
+            self._part = "answer" if self._buffer else "closed"
+        if self._part != "answer":
+            return reasoning, ""
+        answer, self._buffer = self._buffer, ""
+        return reasoning, answer
+
+    def flush(self) -> tuple[str, str]:
+        """Return what was held back; the text has ended."""
+        rest = self._buffer
+        if self._part == "start" and not self._inside:
+            return "", rest
+        return ("" if self._part == "closed" else rest.rstrip("\n")), ""
+
+    def _start(self) -> None:
+        rest = self._buffer.lstrip()
+        if rest.startswith(OPEN):
+            self._part, self._buffer = "opened", rest.removeprefix(OPEN)
+        elif not OPEN.startswith(rest):
+            self._part = "opened" if self._inside else "answer"
+
+    def _reasoning(self) -> str:
+        before, found, after = self._buffer.partition(CLOSE)
+        if found:
+            self._part, self._buffer = "closed", after
+            return before.rstrip("\n")
+        kept = before[: len(before) - held_back(before, CLOSE)].rstrip("\n")
+        self._buffer = before[len(kept) :]
+        return kept
 
 
 class AnswerParser:

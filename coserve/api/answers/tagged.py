@@ -9,7 +9,7 @@ import msgspec
 
 from coserve.api.answers.call_reader import MalformedCall, Reader
 from coserve.api.answers.deltas import Collector
-from coserve.api.answers.hermes import CLOSE, HermesParser
+from coserve.api.answers.json_calls import CLOSE, HermesParser
 from coserve.api.answers.typed_arguments import Schemas, typed
 
 T = TypeVar("T")

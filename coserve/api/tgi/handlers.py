@@ -1,29 +1,29 @@
-"""The API of LoRAX and TGI, and the translation of their requests into `GenerateRequest`s."""
+"""The API of LoRAX and TGI, and the translation of their requests and answers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from coserve import __version__
-from coserve.api.generation.full_response import collect
+from coserve.api.generation.full_response import LogprobEntry, collect, floored
 from coserve.api.http.body_types import refuse_unsupported
+from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.http.responses import ErrorFormat, error_info, error_response, json_response
 from coserve.api.http.route import Route
 from coserve.api.http.sse import event_response
 from coserve.api.service import Service
 from coserve.api.tgi import schemas
-from coserve.api.tgi.tokens import TgiLogprobsBuilder, finish_reason, token_of, top_tokens
 from coserve.config import Config
 from coserve.core.errors import CoserveError, InvalidRequest, QueueFull
 from coserve.core.limits import MAX_CHOICES, MAX_STOPS
-from coserve.core.schemas import Choice, GenerateChunk, GenerateRequest
+from coserve.core.schemas import Choice, GenerateChunk, GenerateRequest, PromptLogprob
 from coserve.core.schemas.output_format import JsonSchema, StructuredOutputs
 
 DEFAULT_TOKENS = 100
@@ -55,6 +55,77 @@ TGI_ERRORS = ErrorFormat(schemas.TgiError, tgi_error, bad_request=422)
 _generates = partial(
     Route, "POST", dialect=True, events=schemas.TgiStreamEvent, errors=(404, 422), error_formats=(TGI_ERRORS,)
 )
+
+
+def finish_reason(reason: str, stop: str | int | None) -> schemas.TgiFinish:
+    if reason == "length":
+        return "length"
+    return "stop_sequence" if isinstance(stop, str) else "eos_token"
+
+
+def _prefill(entry: LogprobEntry) -> schemas.TgiPrefillToken:
+    logprob = None if entry.logprob is None else floored(entry.logprob)
+    return schemas.TgiPrefillToken(id=entry.token_id, text=entry.token, logprob=logprob)
+
+
+def top_tokens(
+    entry: LogprobEntry, parameters: schemas.TgiParameters, special: Collection[int]
+) -> list[schemas.TgiToken] | UnsetType:
+    """Return the likeliest tokens at the position of `entry`, for `top_n_tokens`. `special`: ids of special tokens."""
+    if not parameters.top_n_tokens:
+        return UNSET
+    return [
+        schemas.TgiToken(id=top.token_id, text=top.token, logprob=floored(top.logprob), special=top.token_id in special)
+        for top in entry.top[: parameters.top_n_tokens]
+    ]
+
+
+def token_of(
+    entry: LogprobEntry, text: str, parameters: schemas.TgiParameters, special: Collection[int]
+) -> schemas.TgiToken:
+    """Return the token in TGI's format. Clients drop the text of tokens marked special, so a special token that
+    releases text held back before it is not marked."""
+    left_out = entry.token_id in special and text in ("", entry.token)
+    others: list[schemas.TgiAlternative] | UnsetType = UNSET
+    if parameters.return_k_alternatives:
+        others = [
+            schemas.TgiAlternative(id=top.token_id, text=top.token, logprob=floored(top.logprob))
+            for top in entry.top[: parameters.return_k_alternatives]
+        ]
+    return schemas.TgiToken(
+        id=entry.token_id,
+        text=entry.token if left_out else text,
+        logprob=floored(entry.logprob),
+        special=left_out,
+        alternative_tokens=others,
+    )
+
+
+class TgiLogprobsBuilder:
+    """Collects the log-probabilities of one choice, or of the prompt."""
+
+    def __init__(self, parameters: schemas.TgiParameters, special: Collection[int]) -> None:
+        self._parameters, self._special = parameters, special
+        self.tokens, self.prefill = JsonListBuilder[schemas.TgiToken](), JsonListBuilder[schemas.TgiPrefillToken]()
+        self._tops = JsonListBuilder[list[schemas.TgiToken]]()
+        self._sum, self._count = 0.0, 0
+
+    def add(self, entries: Sequence[LogprobEntry], /) -> None:
+        if isinstance(entries[0], PromptLogprob):
+            self.prefill.add([_prefill(entry) for entry in entries])
+            return
+        self.tokens.add([token_of(entry, entry.text, self._parameters, self._special) for entry in entries])
+        tops = (top_tokens(entry, self._parameters, self._special) for entry in entries)
+        self._tops.add([top for top in tops if top is not UNSET])
+        self._sum += sum(floored(entry.logprob) for entry in entries)
+        self._count += len(entries)
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(1, self._count)
+
+    def tops(self) -> list[list[schemas.TgiToken]] | UnsetType:
+        return self._tops.as_list() if self._parameters.top_n_tokens else UNSET
 
 
 class TgiApi:
