@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from coserve.cli.daemon.lora_servers import keep_servers
+from coserve.cli.node.lora_server import keep_servers
 from coserve.config import Config
 from coserve.core.errors import ConfigError, StartupError, StorageBusy
 from coserve.core.link.engine import Shutdown
