@@ -7,7 +7,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -193,8 +192,7 @@ class JobRecorder:
         text = f"what the engine said of the job ({what}) could not be recorded; see the daemon's log"
         try:
             await self.retries.run(f"job {id}", lambda: self.fail(id, errors.InternalError.code, text))
-            with suppress(errors.EngineUnavailable):
-                self._engine.send(CancelJob(id=id))
+            self._engine.offer(CancelJob(id=id))
             if isinstance(message, JobSucceeded):
                 await self._discard(message)
         except Exception:  # our own fault in one job: messages of others must still be written
@@ -213,15 +211,13 @@ class JobRecorder:
                     return  # published by this job: the message came twice
                 await self._discard(message)
             elif record is None or record.state.terminal:
-                with suppress(errors.EngineUnavailable):
-                    self._engine.send(CancelJob(id=message.id))
+                self._engine.offer(CancelJob(id=message.id))
         except (OSError, errors.CoserveError) as problem:
             log.warning("job %s: the engine still has it: %s", message.id, problem)
 
     async def _discard(self, message: JobSucceeded) -> None:
         """Delete what a job published if the registry does not have it: the engine's copy and the files."""
-        with suppress(errors.EngineUnavailable):
-            self._engine.send(DropAdapter(ref=message.ref))
+        self._engine.offer(DropAdapter(ref=message.ref))
         await remove_unlisted(self._folder.adapter(message.ref), f"adapter {message.ref}")
 
     async def _is_published(self, ref: AdapterRef) -> bool:

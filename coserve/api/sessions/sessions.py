@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from functools import partial
 
 from coserve.admission.ends import NO_SESSIONS, learns_ends
@@ -161,8 +160,7 @@ class TrainingSessions:
             record = await asyncio.to_thread(describe)
             await self._registry(lambda registry: registry.add_adapter(record))
         except BaseException:
-            with suppress(errors.EngineUnavailable):
-                self._engine.send(DropAdapter(ref=ref))
+            self._engine.offer(DropAdapter(ref=ref))
             await asyncio.to_thread(remove_dir, path)
             raise
         return ref
@@ -203,8 +201,7 @@ class TrainingSessions:
     def close(self, session: ClientSession, why: errors.CoserveError | None = None) -> None:
         """End a session and free its memory. A second call does nothing."""
         if session.ended is None:
-            with suppress(errors.EngineUnavailable):
-                self._engine.send(CancelJob(id=session.spec.id))
+            if self._engine.offer(CancelJob(id=session.spec.id)):
                 self._closing.add(session.spec.id)
             self._end(session, why or errors.SessionEnded(f"{session.name} was closed"))
 
@@ -221,9 +218,8 @@ class TrainingSessions:
     def _end(self, session: ClientSession, error: errors.CoserveError) -> None:
         self._sessions.pop(session.spec.id, None)
         session.end(error)
-        with suppress(errors.EngineUnavailable):
-            for ref in session.samplers:
-                self._engine.send(DropAdapter(ref=ref))
+        for ref in session.samplers:
+            self._engine.offer(DropAdapter(ref=ref))
 
     def _watch(self, session: ClientSession) -> None:
         """End the session once its client has sent nothing for `session_timeout` seconds."""
