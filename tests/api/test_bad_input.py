@@ -162,7 +162,7 @@ async def test_finetune(api: Api, body: dict[str, Any], status: int, code: str, 
 async def test_messages_say_what_was_expected_and_what_came(api: Api) -> None:
     for body, message in (
         (PROMPT | {"n": 129}, "expected an integer <= 128, got 129"),
-        (PROMPT | {"top_k": "x"}, "expected an integer, got a string"),
+        (PROMPT | {"top_k": "x"}, "expected an integer or null, got a string"),
         (PROMPT | {"stop": ["x"] * 17}, "expected an array of length <= 16, got 17 entries"),
         (PROMPT | {"cache_salt": "x" * 257}, "expected a string of length <= 256, got 257 characters"),
         (PROMPT | {"logit_bias": {"1": 1, "2": -101}}, "expected a number >= -100.0, got -101"),
