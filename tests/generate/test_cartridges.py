@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from coserve.core.errors import AdapterError, BaseMismatch, InvalidRequest, PromptTooLong, UnsupportedAdapter
-from coserve.core.link.generation import RequestFailed
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
 from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.init import first_cartridge
@@ -111,6 +111,43 @@ def test_the_pages_of_a_pinned_cartridge_stay(tmp_path: Path) -> None:
     store.pin(CARTRIDGE, pinned=False)
     press()
     assert (cached(1), gen.pages_used) == (0, 0)
+
+
+def test_the_pages_of_a_pinned_cartridge_move_out_of_an_adapters_way(tmp_path: Path) -> None:
+    """The matrices of an adapter need a run of pages. What the cartridge's requests get stays the same."""
+    base, full = base_of("llama"), TOKENS // 4
+    save_cartridge(tmp_path, "llama")
+    shelf = Shelf({CARTRIDGE: read(tmp_path, base), LORA: adapter(base, 5, 3)})
+    roomy = make(base, shelf)
+    run(roomy, request("lora", text(3), LORA))
+    whole, before, answer = roomy.adapter_pages, 4, run(roomy, request("first", text(1)))["first"]
+    gen = make(base, shelf, tokens=4 * (whole + before + full - 1), max_running=2)
+    (_, store) = shelf.stores
+    store.acquire(CARTRIDGE)  # reads it at once
+    store.release(CARTRIDGE)
+    store.pin(CARTRIDGE, pinned=True)
+
+    def serve(*asked: Generate) -> list[int]:
+        """Add each one step after the one before it; return their tokens."""
+        tokens, left = list[int](), [*asked]
+        while left or gen.running:
+            if left:
+                gen.add(left.pop(0))
+            for message in gen.step():
+                assert isinstance(message, Tokens)
+                tokens += message.tokens
+        return tokens
+
+    serve(request("before it", text(4 * before), None), request("pinned", text(1)))
+    assert gen.pages_used == full
+    serve(request("in its way", text(3), LORA, 1))
+    assert gen.pages_used == full
+    found = gen.scheduler.active.prefix_hits
+    assert serve(request("again", text(1))) == answer[0]
+    assert gen.scheduler.active.prefix_hits == found + 4 * full
+    store.pin(CARTRIDGE, pinned=False)
+    serve(request("last", text(1)))
+    assert gen.pages_used == 0
 
 
 def test_a_batch_mixes_cartridges_with_lora_and_the_base(tmp_path: Path) -> None:
