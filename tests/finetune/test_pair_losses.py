@@ -126,6 +126,17 @@ def test_orpo_and_simpo_are_trls() -> None:
     torch.testing.assert_close(sums[1:3].float(), torch.stack(rewards).sum(1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("nlls", [(0.0, 3.0), (3.0, 0.0), (0.0, 0.0), (1e-18, 2.0), (2.0, 1e-18)])
+def test_orpo_of_answers_that_are_certain_is_finite(nlls: tuple[float, float]) -> None:
+    """In fp32 a token's likelihood is 1 from a logit of 17 above all others on: then the odds are infinite."""
+    losses_P2, counts = torch.tensor([nlls, (5.0, 6.0)], dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
+    sums, slopes = preference(losses_P2, torch.zeros_like(losses_P2), counts, OrpoLoss())
+    assert sums.isfinite().all() and slopes.isfinite().all()
+    alone, slopes_alone = preference(losses_P2[1:], torch.zeros(1, 2), counts[1:], OrpoLoss())
+    assert sums[0] >= alone[0] and torch.equal(slopes[1:], slopes_alone)
+    assert slopes[0, 0] >= 1, "the chosen answer is still learned"
+
+
 @pytest.mark.parametrize("loss", [OrpoLoss(), SimpoLoss()])
 def test_a_loss_without_a_reference_runs_no_other_forward(loss: PairLoss, base: Base) -> None:
     rows = pack_rows(PAIR_ROWS, [0, 1], torch.device("cpu"))

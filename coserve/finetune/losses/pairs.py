@@ -15,6 +15,9 @@ from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, SimpoLos
 
 LEAST_SMOOTHING = 1e-3
 """The smoothing of `exo_pair` where none is given, as in TRL: the formula has its logarithm."""
+LARGEST_MEAN = -(2.0**-24)
+"""Mean log-probability from which on ORPO takes odds as constant: a token's likelihood next to 1 in fp32. At 0 odds are
+infinite, and their gradient is no number."""
 
 
 def preference(losses_P2: Tensor, reference_P2: Tensor, targets_P2: Tensor, loss: PairLoss) -> tuple[Tensor, Tensor]:
@@ -34,7 +37,8 @@ def preference(losses_P2: Tensor, reference_P2: Tensor, targets_P2: Tensor, loss
                 loss_P = _dpo(loss, ratios_P2, targets_P2) - loss.sft_weight * mean_P2[:, 0]
             case OrpoLoss():
                 rewards_P2 = loss.beta * mean_P2
-                log_odds_P2 = mean_P2 - torch.log1p(-mean_P2.exp())
+                unsure_P2 = mean_P2.clamp(max=LARGEST_MEAN)
+                log_odds_P2 = unsure_P2 - torch.log1p(-unsure_P2.exp())
                 loss_P = -mean_P2[:, 0] - loss.beta * logsigmoid(_margin(log_odds_P2))
             case SimpoLoss():
                 rewards_P2 = loss.beta * mean_P2
