@@ -5,9 +5,12 @@ from __future__ import annotations
 from coserve.admission.optimizers import check_optimizer
 from coserve.core.errors import InvalidRequest
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import DpoLoss, TrainingSettings
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, parallel_style
 from coserve.lora.files.targets import target_sites
+
+_DORA_REFERENCE = "a DoRA adapter is the reference of a DPO loss on one GPU only"
 
 
 def blocks_fit(settings: LoraSettings, base: BaseSpec, ranks: int) -> bool:
@@ -40,12 +43,16 @@ def _divide(blocks: int, ranks: int) -> bool:
     return blocks % ranks == 0 or ranks % blocks == 0
 
 
-def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: str) -> None:
+def keeps_reference(training: TrainingSettings, *, continues: bool) -> bool:
+    """Return whether a job keeps a frozen copy of the adapter that it `continues`, as the reference of a DPO loss."""
+    return continues and isinstance(training.loss, DpoLoss) and training.loss.reference == "start"
+
+
+def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: str, reference: bool = False) -> None:
     """Raise `InvalidRequest` for an adapter that cannot be trained on `ranks` GPUs. `field`: the request field to
-    name."""
-    if settings.use_dora and ranks > 1:
-        field = field.replace("bd_blocks", "use_dora")
-        raise InvalidRequest(f"DoRA trains on one GPU: expected --tp 1, got {ranks}", field=field)
+    name. `reference`: see `keeps_reference`."""
+    if settings.use_dora and ranks > 1 and reference:
+        raise InvalidRequest(f"{_DORA_REFERENCE}: expected --tp 1, got {ranks}", field="training.loss")
     if blocks_fit(settings, base, ranks):
         return
     blocks = settings.bd_blocks
@@ -62,8 +69,8 @@ def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: st
 def unmet_need(job: JobSpec, base: BaseSpec, *, ranks: int) -> str | None:
     """Return what an accepted job needs that this daemon lacks; None: it can train. `ranks`: GPUs that share the
     base."""
-    if job.lora.use_dora and ranks > 1:
-        return f"needs --tp 1, as DoRA trains on one GPU; this daemon has {ranks}"
+    if job.lora.use_dora and ranks > 1 and keeps_reference(job.training, continues=job.init_from is not None):
+        return f"needs --tp 1: {_DORA_REFERENCE}; this daemon has {ranks}"
     if not blocks_fit(job.lora, base, ranks):
         return f"needs a --tp that its {job.lora.bd_blocks} blocks fit; this daemon has {ranks}"
     try:

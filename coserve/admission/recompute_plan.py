@@ -18,6 +18,7 @@ from coserve.admission.micro_batch import (
     micro_batch_bytes,
     padded,
 )
+from coserve.admission.ranks import keeps_reference
 from coserve.admission.shapes import (
     JobStateBytes,
     SiteShape,
@@ -28,7 +29,6 @@ from coserve.admission.shapes import (
 )
 from coserve.core.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.core.training.jobs import JobSpec
-from coserve.core.training.settings import DpoLoss
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.corpus.limits import micro_batch_limit
 from coserve.data.documents.encoder import encoded_tokens
@@ -125,10 +125,9 @@ class JobMemory:
         return next((option for option in self.options if option.activations <= activations), None)
 
 
-def has_reference(spec: JobSpec) -> bool:
-    """Return whether the job keeps a frozen copy of the adapter it continues, as the reference of a DPO loss."""
-    loss = spec.training.loss
-    return isinstance(loss, DpoLoss) and loss.reference == "start" and spec.init_from is not None
+def _shapes(settings: LoraSettings, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> tuple[SiteShape, ...]:
+    """Return an adapter's shapes on one GPU while it learns. DoRA is never fully sharded then."""
+    return lora_shapes(settings, base, ranks=ranks, fully_sharded=fully_sharded and not settings.use_dora)
 
 
 def host_bytes(spec: JobSpec, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> int:
@@ -137,7 +136,7 @@ def host_bytes(spec: JobSpec, base: BaseSpec, *, ranks: int, fully_sharded: bool
     On a GPU these are pinned copies, and the fp32 weights that it starts with, which the host holds until the GPU has
     them. On a CPU it is the state itself and a copy of it. Raises as `job_memory`.
     """
-    shapes = lora_shapes(spec.lora, base, ranks=ranks, fully_sharded=fully_sharded)
+    shapes = _shapes(spec.lora, base, ranks=ranks, fully_sharded=fully_sharded)
     if base.device == "cpu":  # the copy is made once the start's weights are gone
         own = _job_state(spec, base, shapes, ranks=ranks, fully_sharded=fully_sharded).total
     else:
@@ -160,7 +159,7 @@ def _job_state(
     spec: JobSpec, base: BaseSpec, shapes: tuple[SiteShape, ...], *, ranks: int, fully_sharded: bool
 ) -> JobStateBytes:
     """Return what a job keeps on one device between micro-batches. `shapes`: the adapter's on that device."""
-    compared = shapes if has_reference(spec) else ()
+    compared = shapes if keeps_reference(spec.training, continues=spec.init_from is not None) else ()
     if spec.teacher is not None:
         taught = LoraSettings(r=spec.teacher.rank)
         compared = lora_shapes(taught, base, ranks=ranks, fully_sharded=fully_sharded)
@@ -171,7 +170,7 @@ def _job_state(
 def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_tokens: int) -> JobMemory:
     """Return what a job needs. `micro_batch_tokens`: the engine's limit. Raises `InvalidRequest` for LoRA settings that
     do not fit the base."""
-    shapes = lora_shapes(spec.lora, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
+    shapes = _shapes(spec.lora, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     state = _job_state(spec, base, shapes, ranks=model.ranks, fully_sharded=model.fully_sharded)
     pinned = _pinned(spec, base, shapes, model.ranks)
     host = host_bytes(spec, base, ranks=model.ranks, fully_sharded=model.fully_sharded)

@@ -92,13 +92,19 @@ def shapes_at(
         a, b = (rows * columns for rows, columns in packed_shapes(site, rank, blocks))
         if ranks > 1:
             a, b = _part(name, site, rank, blocks, ranks, fully_sharded=fully_sharded)
-        magnitude = site.out_features if settings.use_dora else 0
+        magnitude = _rows(name, site, ranks) if settings.use_dora else 0
         kept = site.chosen * (site.in_features + 2 * rank + site.out_features) if site.experts > 1 else 0
         kept = 2 * site.in_features * (2 + -(-rank // SHORT_ROW)) if is_prefix(name) else kept
         found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b, magnitude, kept))
     for name, (rows, width) in replaced_rows(settings, base).items():
         found.append(SiteShape(name, base.site(name).layer, role_of(name), 0, width, rows * width, 0))
     return tuple(sorted(found, key=lambda shape: (shape.layer, shape.name)))
+
+
+def _rows(name: str, site: SiteSpec, ranks: int) -> int:
+    """Return the rows of a site's weight that one GPU holds a part of, or all of; never too few."""
+    shards = ranks // site.holders if parallel_style(name) is ParallelStyle.COLUMN else 1
+    return -(-site.out_features // shards)
 
 
 def _part(

@@ -12,8 +12,9 @@ from coserve.admission.shapes import gather_chunks
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.lora.store.tensor_writer import TensorsOnDemand
 from coserve.model.parallel.adapter import AdapterPartition
-from coserve.model.parallel.partition import MatrixPartition
 
+PARTS = ("a", "b", "m")
+"""Ends of the names of a site's tensors: A, B and, with DoRA, the magnitude."""
 REST = 0.002
 """Pause in seconds between two allocations of pinned memory: each blocks other threads' CUDA calls while it runs."""
 
@@ -107,7 +108,7 @@ class GatheredCopy(HostCopy):
     def __init__(
         self, source: Sequence[Tensor], layout: FlatLayout, sites: Sequence[str], partition: AdapterPartition
     ) -> None:
-        """`layout`: of the source's rows, all fp32, which names their tensors `<site>.a` and `<site>.b`."""
+        """`layout`: of the source's rows, all fp32, which names their tensors as `<site>.a` (see `PARTS`)."""
         self._partition, self._rank = partition, partition.sharding.mesh.rank
         self._parts = [_by_site(layout.views(row_N), sites) for row_N in source]
         sizes = {site: partition.gathered(site) for site in sites}
@@ -121,17 +122,16 @@ class GatheredCopy(HostCopy):
         self._layout = layout
 
     def tensors(self, kinds: Sequence[str]) -> TensorsOnDemand:
-        """The first rows' whole matrices, named `<kind>/<site>.a` and `<kind>/<site>.b`; `kinds`: names of the rows.
+        """The first rows' whole tensors, named as `<kind>/<site>.a` (see `PARTS`); `kinds`: names of the rows.
 
         Valid after `wait`, until the next download. Ranks but the first know only their own shards; the rest is 0.
         """
         like, places = dict[str, Tensor](), dict[str, tuple[int, str, int]]()
         for row, kind in enumerate(kinds):
             for site in self._chunk_of:
-                for i, own in enumerate(self._matrices(site)):
-                    name = f"{kind}/{site}.{'ab'[i]}"
-                    like[name] = torch.empty(own.rows.size, own.columns.size, device="meta")
-                    places[name] = row, site, i
+                for i, own in enumerate(self._empty(site, "meta")):
+                    name = f"{kind}/{site}.{PARTS[i]}"
+                    like[name], places[name] = own, (row, site, i)
         read = self._gathered_reader() if self._rank == 0 else self._own_reader()
         return TensorsOnDemand(like, lambda name: read(*places[name]))
 
@@ -144,20 +144,18 @@ class GatheredCopy(HostCopy):
         with torch.cuda.stream(self._stream):
             for kind, parts in zip(kinds, self._parts, strict=False):
                 for site, pair in parts.items():
-                    for name, own, part in zip("ab", self._matrices(site), pair, strict=True):
-                        matrix = tensors[f"{kind}/{site}.{name}"]
-                        part.copy_(matrix if shards else own.shard(matrix, self._rank))
+                    for name, own, part in zip(PARTS, self._partition.matrices(site), pair, strict=False):
+                        whole = tensors[f"{kind}/{site}.{name}"]
+                        if not shards:
+                            whole = own.shard(whole.view(own.rows.size, own.columns.size), self._rank)
+                        part.copy_(whole.view_as(part))
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _matrices(self, site: str) -> tuple[MatrixPartition, MatrixPartition]:
-        pair = self._partition.pairs[site]
-        return pair.a, pair.b
-
     def _gathered_reader(self) -> Callable[[int, str, int], Tensor]:
-        """Return a function that returns a matrix (0: A, 1: B) of a row. It keeps one chunk: names in a file's order
-        mostly follow each other in one."""
-        kept, wholes = (-1, -1), dict[str, tuple[Tensor, Tensor]]()
+        """Return a function that returns a tensor (an index of `PARTS`) of a row. It keeps one chunk: names in a file's
+        order mostly follow each other in one."""
+        kept, wholes = (-1, -1), dict[str, tuple[Tensor, ...]]()
 
         def read(row: int, site: str, matrix: int) -> Tensor:
             nonlocal kept, wholes
@@ -174,15 +172,17 @@ class GatheredCopy(HostCopy):
         rows = [_by_site(self._layout.block_views(blocks), self._chunk_of) for blocks in self.rows]
 
         def read(row: int, site: str, matrix: int) -> Tensor:
-            own, whole = self._matrices(site)[matrix], self._empty(site)[matrix].zero_()
-            own.put(rows[row][site][matrix], whole, self._rank)
+            own, whole = self._partition.matrices(site)[matrix], self._empty(site)[matrix].zero_()
+            part = rows[row][site][matrix].view(own.shape)
+            own.put(part, whole.view(own.rows.size, own.columns.size), self._rank)
             return whole
 
         return read
 
-    def _empty(self, site: str) -> tuple[Tensor, Tensor]:
-        a, b = (torch.empty(own.rows.size, own.columns.size) for own in self._matrices(site))
-        return a, b
+    def _empty(self, site: str, device: str = "cpu") -> tuple[Tensor, ...]:
+        a, b, *magnitude = self._partition.matrices(site)
+        matrices = [torch.empty(own.rows.size, own.columns.size, device=device) for own in (a, b)]
+        return *matrices, *(torch.empty(own.rows.size, device=device) for own in magnitude)
 
     @torch.no_grad()
     def _download(self, rows: int) -> None:
@@ -201,5 +201,5 @@ class GatheredCopy(HostCopy):
             super()._download(rows)
 
 
-def _by_site(tensors: Mapping[str, Tensor], sites: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    return {site: (tensors[f"{site}.a"], tensors[f"{site}.b"]) for site in sites}
+def _by_site(tensors: Mapping[str, Tensor], sites: Iterable[str]) -> dict[str, tuple[Tensor, ...]]:
+    return {site: tuple(tensors[name] for part in PARTS if (name := f"{site}.{part}") in tensors) for site in sites}

@@ -124,11 +124,12 @@ def initial_weights(spec: JobSpec, base: Base, folder: DataFolder) -> Start:
     like = dict[str, LoraPair]()
 
     def part(some: LoraWeights) -> LoraWeights:
-        like.update((site, pair.to("meta")) for site, pair in some.sites.items())
-        return base.shard(some)
+        begun = base.begun(some)
+        like.update((site, pair.to("meta")) for site, pair in begun.sites.items())
+        return base.shard(begun, learns=True)
 
     own = _initial(spec, base.spec, folder, part)
-    return Start(base.begun(LoraWeights(own.settings, like)), own)
+    return Start(LoraWeights(own.settings, like), own)
 
 
 def _initial(spec: JobSpec, base: BaseSpec, folder: DataFolder, part: Part | None) -> LoraWeights:

@@ -83,6 +83,8 @@ class MicroBatch:
     how: StepRecompute
     learns: bool
     """Forward and backward; False: an evaluation."""
+    prepare: Callable[[], None] = lambda: None
+    """Called in its first micro-step: completes what forwards read of the adapter."""
     dropout: DropoutSpec | None = None
     noise: EmbeddingNoise | None = None
 

@@ -20,6 +20,7 @@ from coserve.core.names import is_rows
 from coserve.core.training.schemas import OptimStepRequest
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import BaseSpec
+from coserve.finetune.dora_scales import SITES_AT_ONCE, DoraScales, RowNorms
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.host_copy import GatheredCopy, HostCopy
 from coserve.finetune.lora_tensors import named_tensors
@@ -35,12 +36,6 @@ from coserve.model.parallel.adapter import AdapterPartition
 
 PairMakers = Mapping[str, Callable[..., LoraPair]]
 """For each site, a function that makes a pair from two matrices."""
-
-
-SITES_AT_ONCE = 8
-"""Sites whose DoRA norms are computed in one micro-step: each norm reads the base's whole weight."""
-RowNorms = Callable[[Mapping[str, LoraPair], dict[str, Tensor]], Mapping[str, Tensor]]
-"""Returns the norms that DoRA divides by: `Base.row_norms`."""
 
 
 def _makers(weights: LoraWeights) -> PairMakers:
@@ -64,37 +59,6 @@ def _pair(tensors: Mapping[str, Tensor], make: PairMakers, prefix: str, site: st
     """Make a site's pair from tensors whose names begin with `prefix`."""
     name = f"{prefix}{site}"
     return make[site](tensors[f"{name}.a"], _b(tensors, name), magnitude_O=tensors.get(f"{name}.m"))
-
-
-class DoraScales:
-    """Scales of a DoRA adapter in training, one per output row: magnitude / norm of the adapted weight's row.
-
-    Every update of the weights changes magnitudes and norms, so `slices` computes the scales again. Backwards sum the
-    gradients of the scales; `to_magnitudes` converts these sums to gradients of the magnitudes.
-    """
-
-    def __init__(self, magnitudes: Mapping[str, Tensor], grads: Mapping[str, Tensor], row_norms: RowNorms) -> None:
-        """`magnitudes`: fp32 masters by site; `grads`: their gradient sums. Both change in place."""
-        self._magnitudes, self._grads, self._row_norms = magnitudes, grads, row_norms
-        self.scales = {site: torch.zeros_like(own).requires_grad_() for site, own in magnitudes.items()}
-        self._norms = {site: torch.ones_like(own) for site, own in magnitudes.items()}
-        self._squares: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def slices(self, pairs: Mapping[str, LoraPair]) -> Iterator[None]:
-        """Compute the scales of changed weights, suspended after every `SITES_AT_ONCE` sites. `pairs`: as forwards read
-        them."""
-        for done, (site, magnitude_O) in enumerate(self._magnitudes.items()):
-            if done and done % SITES_AT_ONCE == 0:
-                yield
-            (norm_O,) = self._row_norms({site: pairs[site]}, self._squares).values()
-            self._norms[site].copy_(norm_O)
-            torch.div(magnitude_O, norm_O, out=self.scales[site])
-
-    def to_magnitudes(self) -> None:
-        """Convert the summed gradients of the scales to those of the magnitudes: divide by the norms, which DoRA treats
-        as constants in the backward."""
-        torch._foreach_div_(list(self._grads.values()), list(self._norms.values()))
 
 
 class AdapterOptimizer:
@@ -157,6 +121,9 @@ class AdapterOptimizer:
         self._host: HostCopy | None = None
         self.has_best = False
         """Whether `keep_best` was called, so that the last row of `state` holds weights."""
+        self._awaits_scales = False
+        """Whether forwards need `compute_scales` first: DoRA's scales need the other ranks, without which weights are
+        loaded, and no update has computed them since."""
         self._weights_N, self._copies_N = self.state[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
         self._set_weights(found)
@@ -189,29 +156,41 @@ class AdapterOptimizer:
         self._set_weights(dict(named_tensors(start)))
         deque(self._copying(), maxlen=0)
 
-    def _copying(self) -> Iterator[None]:
-        """Refresh what forwards read after a change of the weights, in slices."""
+    def _copying(self, *, together: bool = False) -> Iterator[None]:
+        """Refresh what forwards read after a change of the weights, in slices. `together`: all ranks do."""
         self._copies_N.copy_(self._weights_N)
-        if self._dora is not None:
+        self._awaits_scales = self._dora is not None and self._partition is not None and not together
+        if self._dora is not None and not self._awaits_scales:
             yield from self._dora.slices(self._weights.sites)
+
+    def compute_scales(self) -> None:
+        """Compute DoRA's scales if several ranks have loaded weights and not yet updated them. Call it before each
+        forward, on all ranks at the same time."""
+        if self._dora is not None and self._awaits_scales:
+            deque(self._dora.slices(self._weights.sites), maxlen=0)
 
     def _make_views(self, base: BaseSpec, row_norms: RowNorms | None) -> None:
         masters, grads = self.layout.views(self._weights_N), self.layout.views(self._grads_N)
         pairs = {site: _pair(masters, self._part_pairs, "", site) for site in self._sites}
         self._masters = LoraWeights(self._settings, pairs)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
-        self._part_grads = {site: (grads[f"{site}.a"], _b(grads, site)) for site in self._sites}
+        self._part_grads = dict[str, tuple[Tensor, ...]]()
+        for site in self._sites:
+            magnitude = (grads[f"{site}.m"],) if self._settings.use_dora else ()
+            self._part_grads[site] = (grads[f"{site}.a"], _b(grads, site), *magnitude)
         self._dora: DoraScales | None = None
         if self._settings.use_dora:
-            assert row_norms is not None and self._partition is None, "expected the norms of a whole base"
+            assert row_norms is not None, "expected the norms of the base's rows"
             of_masters, of_grads = ({site: own[f"{site}.m"] for site in self._sites} for own in (masters, grads))
-            self._dora = DoraScales(of_masters, of_grads, row_norms)
+            # With several ranks an update is one slice.
+            at_once = SITES_AT_ONCE if self._partition is None else len(self._sites)
+            self._dora = DoraScales(of_masters, of_grads, row_norms, at_once)
             copies |= {f"{site}.m": scale for site, scale in self._dora.scales.items()}
         pairs = {
             site: self._part_pairs[site](
                 copies[f"{site}.a"],
                 _b(copies, site),
-                main_grads=MainGrads(*own, grads.get(f"{site}.m")),
+                main_grads=MainGrads(*own),
                 scale_O=copies[f"{site}.m"] if self._dora is not None else None,
             )
             for site, own in self._part_grads.items()
@@ -306,7 +285,7 @@ class AdapterOptimizer:
         it before the first step."""
         self._grads_N.div_(1)
         torch.nn.utils.get_total_norm(self._grad_list)  # without collectives: the other ranks do not take part
-        self.update(0.0, 0.0)
+        deque(self._slices(0.0, 0.0, together=False), maxlen=0)
         for kind, row_N in self._moments:  # 8-bit moments may have changed codes
             row_N.fill_(kind.zero)
         if self._paged is not None:
@@ -338,10 +317,10 @@ class AdapterOptimizer:
         weights are updated. Without paged moments and DoRA there is one slice."""
         if not math.isfinite(norm):
             raise NonFiniteLoss("the gradients are not finite; try a lower learning rate")
-        return self._slices(norm, learning_rate)
+        return self._slices(norm, learning_rate, together=True)
 
     @torch.no_grad()
-    def _slices(self, norm: float, learning_rate: float) -> Iterator[None]:
+    def _slices(self, norm: float, learning_rate: float, *, together: bool) -> Iterator[None]:
         if self._max_grad_norm > 0:
             self._grads_N.mul_(min(1.0, self._max_grad_norm / (norm + 1e-6)))
         self._protect_copy()
@@ -349,7 +328,7 @@ class AdapterOptimizer:
             if self._paged is not None and done and done % SLICE == 0:
                 yield
             self._rule.update(number, learning_rate)
-        yield from self._copying()
+        yield from self._copying(together=together)
         self.zero_grad()
 
     def snapshot(self, *, weights_only: bool = False) -> Callable[[], Mapping[str, Tensor]]:

@@ -19,7 +19,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
 from coserve.kernels.recurrent.wrappers import recurrence_of
 from coserve.model import seam
-from coserve.model.adapters.dora_scales import complete_scales, rank_scale
+from coserve.model.adapters.dora_scales import add_squares, complete_scales, rank_scale
 from coserve.model.adapters.end_sites import EndSites
 from coserve.model.context import Context, context_of, fix_frequencies
 from coserve.model.experts.sites import expert_sites
@@ -148,36 +148,48 @@ class Base:
         ends = self.ends.prepare(batch.segments, batch.adapters, keep, self.device)
         return replace(self.sites.prepare(batch), ends=ends)
 
-    def partition(self, weights: LoraWeights) -> AdapterPartition | None:
+    def partition(self, weights: LoraWeights, *, learns: bool = False) -> AdapterPartition | None:
         """Return how a whole adapter is partitioned among the ranks; None if the base is not sharded.
 
         Block-diagonal pairs use `bd` if their blocks fit the ranks. All others are made dense and use the base's
-        strategy (`parallel.lora.partition_pair`).
+        strategy (`parallel.lora.partition_pair`), but `nfs` if a DoRA adapter `learns`: its norms need whole matrices.
         """
-        return None if self.sharding is None else AdapterPartition.of(self.sharding, weights.sites)
+        if self.sharding is None:
+            return None
+        sharding = self.sharding
+        if learns and weights.settings.use_dora:
+            sharding = replace(sharding, strategy=Strategy.NFS)
+        return AdapterPartition.of(sharding, weights.sites)
 
     def row_norms(self, sites: Mapping[str, LoraPair], squares: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the norms of the rows of `W + scaling B A` at these sites, by which DoRA divides: fp32 (O) each.
 
-        The base is not sharded; the pairs are on its device. `squares`: a cache of `squared_rows`, filled here.
+        The pairs are on the base's device. If it is sharded, they are the rank's shards of an adapter that learns, and
+        all ranks call this at the same time. `squares`: a cache of `squared_rows`, filled here.
         """
         found, known = {}, {} if squares is None else squares
         for name, pair in sites.items():
             weight = site_weight(self.model.get_submodule(name))
             known[name] = known[name] if name in known else squared_rows(weight)
-            found[name] = squared_norms(weight, pair, known[name]).sqrt_()
-        return found
+            found[name] = squared_norms(weight, pair, known[name])
+        if self.sharding is not None:
+            add_squares(found, self.sharding)
+        return {name: squares_O.sqrt_() for name, squares_O in found.items()}
 
     def begun(self, weights: LoraWeights) -> LoraWeights:
         """Return an adapter as its training starts. What it lacks is initialised so that it changes nothing: rows of
-        trained tokens from the base, DoRA's magnitudes from the row norms."""
+        trained tokens from the base, DoRA's magnitudes from the row norms; on a sharded base magnitudes are NaN until
+        `AdapterOptimizer.compute_scales`, as no rank has whole rows."""
         weights = self.ends.with_rows(self.ends.without_copies(weights))
         if not weights.settings.use_dora or any(pair.magnitude_O is not None for pair in weights.sites.values()):
             return weights
         sites = {}
         for name, pair in weights.sites.items():
-            norms = self.row_norms({name: pair.to(self.device)})
-            sites[name] = replace(pair, magnitude_O=norms[name].to(pair.a_RD.device))
+            if self.sharding is not None:
+                magnitude_O = torch.full((self.spec.site(name).out_features,), torch.nan)
+            else:
+                magnitude_O = self.row_norms({name: pair.to(self.device)})[name]
+            sites[name] = replace(pair, magnitude_O=magnitude_O.to(pair.a_RD.device))
         return LoraWeights(weights.settings, sites)
 
     def served(self, weights: LoraWeights) -> LoraWeights:
@@ -213,9 +225,10 @@ class Base:
         """Stream for work that overlaps steps; only one, as each stream keeps memory."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def shard(self, weights: LoraWeights) -> LoraWeights:
-        """Return this rank's shard of a whole adapter, or the adapter itself if the base is not sharded."""
-        partition = self.partition(weights)
+    def shard(self, weights: LoraWeights, *, learns: bool = False) -> LoraWeights:
+        """Return this rank's shard of a whole adapter, or the adapter itself if the base is not sharded. `learns`: see
+        `partition`."""
+        partition = self.partition(weights, learns=learns)
         return weights if partition is None else LoraWeights(weights.settings, partition.shard(weights.sites))
 
 

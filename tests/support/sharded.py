@@ -180,7 +180,7 @@ def train(
     base = load(folder, mesh, strategy, quantization)
     whole = whole_adapter(base.spec, kind)
     settings = TrainingSettings(steps=end, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
-    partition = base.partition(whole)
+    partition = base.partition(whole, learns=True)
     optimizer = AdapterOptimizer(
         whole, base.spec, settings, torch.float32, partition=partition, row_norms=base.row_norms
     )
@@ -202,6 +202,7 @@ def train(
         dropped = DropoutSpec(dropout, seed=step)
         segments, adapters = Segments((0, rows.tokens), (0,)), (optimizer.weights(),)
         lora = LoraBatch(segments, adapters, make_backend(backend), dropped, kept)
+        optimizer.compute_scales()
         sums_12 = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
         losses.append(float(sums_12[0, 0]) / rows.targets)
         norms.append(optimizer.step(targets=rows.targets, learning_rate=settings.learning_rate))

@@ -17,7 +17,7 @@ import msgspec
 from coserve.admission.ends import check_loss, with_end_names
 from coserve.admission.memory import check_fits
 from coserve.admission.optimizers import check_optimizer
-from coserve.admission.ranks import check_ranks
+from coserve.admission.ranks import check_ranks, keeps_reference
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
@@ -121,7 +121,8 @@ class Submission:
         given, blocks = "continue_from", "continue_from"
         if request.continue_from is None:
             given, blocks = "lora", "lora.bd_blocks"
-        await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks)
+        refers = keeps_reference(asked, continues=request.continue_from is not None)
+        await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks, reference=refers)
         await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
         await asyncio.to_thread(_check_publishable, lora, spec, field=given)
         teacher, prefix = await self._teacher(request, spec), tuple[int, ...]()

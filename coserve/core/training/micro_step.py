@@ -10,7 +10,8 @@ class MicroStep(StrEnum):
     job, micro-steps of one kind take about the same time."""
 
     BEGIN = "begin"
-    """Pack and embed rows, and run the first layer's forward."""
+    """Pack and embed rows, and run the first layer's forward. Several GPUs also compute DoRA's scales, until weights
+    that were loaded are updated."""
     FORWARD = "forward"
     """One layer's forward."""
     HEAD = "head"
@@ -19,7 +20,7 @@ class MicroStep(StrEnum):
     """One layer's backward."""
     OPTIMIZER = "optimizer"
     """The update of the weights, one micro-step per optimizer step; with paged moments one per
-    `admission.optimizers.SLICE` of it, and with DoRA one more per `finetune.optimizer.SITES_AT_ONCE` sites."""
+    `admission.optimizers.SLICE` of it, and with DoRA one more per `finetune.dora_scales.SITES_AT_ONCE` sites."""
     EVALUATE = "evaluate"
     """One layer's forward without gradients, for an evaluation or a teacher."""
     EVALUATE_HEAD = "evaluate_head"

@@ -169,6 +169,8 @@ def _compute(
     kept: KeptLora | None,
 ) -> MicroSteps:
     """Forward and backward of all micro-batches, or the evaluation of one: see `MicroBatchRunner`."""
+    for each in micro_batches:
+        each.prepare()
     first = micro_batches[0]
     loss, tokens = first.loss, sum(each.batch.tokens for each in micro_batches)
     graphed = first.learns and all(each.dropout is None and each.loss.teacher is None for each in micro_batches)

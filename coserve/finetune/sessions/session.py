@@ -210,6 +210,7 @@ class TrainingSession:
                 self.optimizer.grads,
                 how,
                 learns=learns,
+                prepare=self.optimizer.compute_scales,
                 dropout=dropout,
                 noise=noise,
             )

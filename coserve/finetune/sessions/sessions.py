@@ -10,7 +10,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from coserve.admission.optimizers import check_optimizer
-from coserve.admission.recompute_plan import has_reference
+from coserve.admission.ranks import keeps_reference
 from coserve.core.errors import EngineFault, InvalidRequest, JobOutOfMemory
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.step_metrics import StepMetrics
@@ -156,7 +156,7 @@ class Sessions(Generic[AnyTrainee]):
         ranks = 1 if base.sharding is None else base.sharding.mesh.size
         check_optimizer(spec.training.optimizer, ranks=ranks)
         start, part = initial_weights(spec, base, self._folder)
-        partition = base.partition(start)
+        partition = base.partition(start, learns=True)
         if partition is not None and not partition.keeps_blocks(start.sites):
             ranks = partition.sharding.mesh.size
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
@@ -182,7 +182,8 @@ class Sessions(Generic[AnyTrainee]):
         """Build the job's loss. `start`: this rank's shards of the job's initial adapter, which a DPO loss may refer
         to; a resumed job's weights have moved on."""
         base, reference = self._base, None
-        if has_reference(spec):
+        if keeps_reference(spec.training, continues=spec.init_from is not None):
+            assert base.sharding is None or not spec.lora.use_dora, "expected `unmet_need` to keep the job waiting"
             served = base.served(start) if base.sharding is None else start
             reference = cast_learning(served, base.dtype, base.device)
         return Loss(

@@ -30,6 +30,15 @@ def rank_scale(name: str, weight_OD: Tensor, whole: LoraPair, sharding: Sharding
     return magnitude_O / squares_O.sqrt()
 
 
+def add_squares(squares: Mapping[str, Tensor], sharding: Sharding) -> None:
+    """Complete squared norms of the ranks' parts of rows, fp32 (O) by site, in place, by one collective. All ranks call
+    it at the same time."""
+    summed = [squares_O for name, squares_O in squares.items() if sharding.sites[name].sums]
+    if summed:
+        whole = sharding.mesh.all_reduce(torch.cat(summed))
+        torch._foreach_copy_(summed, list(torch.split(whole, [len(squares_O) for squares_O in summed])))
+
+
 def complete_scales(sites: Mapping[str, LoraPair], sharding: Sharding) -> None:
     """Complete the scales of `rank_scale` in place, by one collective. All ranks call it at the same time."""
     summed = [sites[name].scale_O for name in sites if sharding.sites[name].sums]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coserve.admission.optimizers import WEIGHTS
 from coserve.core.training.settings import TrainingSettings
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.model.parallel.mesh import Mesh
@@ -99,7 +100,12 @@ def _check_gradients(ranks: Ranks, folder: str, strategy: str, kind: Kind, dropo
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("slora", KINDS[0]), ("bd", KINDS[2])])
+DORA = Kind(8, dora=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("nfs", KINDS[0]), ("slora", KINDS[0]), ("bd", KINDS[2]), ("nfs", DORA), ("slora", DORA)]
+)
 def test_a_job_has_the_losses_and_the_weights_of_one_process(
     ranks: Ranks, folder: str, strategy: str, kind: Kind
 ) -> None:
@@ -126,8 +132,10 @@ def test_a_job_by_the_kernels_of_a_gpu(folder: str, two: Ranks, strategy: str, k
     _same(two.run(train, folder, strategy, kind, 0, 1, None, "segmented", dropout)[0], expected)
 
 
-def test_a_checkpoint_of_ranks_continues_in_one_process_and_the_other_way_round(ranks: Ranks, folder: str) -> None:
-    kind = KINDS[2]
+@pytest.mark.parametrize("kind", [KINDS[2], DORA], ids=["bd", "dora"])
+def test_a_checkpoint_of_ranks_continues_in_one_process_and_the_other_way_round(
+    ranks: Ranks, folder: str, kind: Kind
+) -> None:
     straight = train(None, folder, "bd", kind)
     by_ranks, alone = ranks.run(train, folder, "bd", kind, 0, 2)[0], train(None, folder, "bd", kind, 0, 2)
     assert by_ranks.state.keys() == alone.state.keys()
@@ -162,6 +170,31 @@ def test_a_state_is_gathered_by_as_few_copies_for_many_sites_as_for_one(two: Ran
     """Requests wait for it meanwhile. A thread puts the shards to their places."""
     many, few = two.run(copies, folder, Kind(8)), two.run(copies, folder, Kind(8, targets=("q_proj",)))
     assert many == few == [(3, True)] * 2, "one for each kind of state"
+
+
+def served(mesh: Mesh, folder: str, strategy: str) -> list[bool]:
+    """Whether this rank makes the shards that requests read alike of a snapshot, whose other shards it does not know,
+    and of the whole adapter."""
+    base = load(folder, mesh, strategy)
+    whole = whole_adapter(base.spec, DORA)
+    partition = base.partition(whole, learns=True)
+    optimizer = AdapterOptimizer(
+        whole, base.spec, TrainingSettings(), base.dtype, partition=partition, row_norms=base.row_norms
+    )
+    found, expected = base.served(optimizer.adapter(optimizer.snapshot()(), WEIGHTS)).sites, base.served(whole).sites
+    pairs = [(found[site], expected[site]) for site in expected]
+    return [
+        torch.equal(one, other)
+        for own, right in pairs
+        for one, other in zip((own.a_RD, own.b_OR, own.scale_O), (right.a_RD, right.b_OR, right.scale_O), strict=True)
+        if one is not None and other is not None
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["nfs", "slora"])
+def test_a_snapshot_of_dora_is_served_as_its_files_are(two: Ranks, folder: str, strategy: str) -> None:
+    for alike in two.run(served, folder, strategy):
+        assert len(alike) == 3 * 7 * LAYERS and all(alike)
 
 
 def _same(found: Trained, expected: Trained) -> None:

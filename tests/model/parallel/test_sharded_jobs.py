@@ -22,6 +22,7 @@ from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks
 
 BD: dict[str, object] = {"r": 8, "bd_blocks": 2}
+DORA: dict[str, object] = {"use_dora": True}
 DPO: dict[str, object] = {"loss": DpoLoss(beta=0.3), "micro_batch_tokens": 32}
 
 
@@ -56,7 +57,7 @@ def same_adapter(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, BD, DPO], ids=["lora", "bd", "dpo"])
+@pytest.mark.parametrize("changes", [{}, BD, DPO, DORA], ids=["lora", "bd", "dpo", "dora"])
 def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
     two: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
 ) -> None:
