@@ -36,7 +36,8 @@ class Bounds:
             return f"at least {least}"
         if not any(self.open):
             return f"{least} to {most}"
-        return f"above {least} and {'below' if self.open[1] else 'at most'} {most}"
+        below, above = self.open
+        return f"{'above' if below else 'at least'} {least} and {'below' if above else 'at most'} {most}"
 
 
 def option(default: object, help: str, *, choices: tuple[str, ...] = (), bounds: Bounds | None = None) -> Any:  # noqa: ANN401 - typed as dataclasses.field is

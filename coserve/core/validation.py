@@ -79,8 +79,9 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
         message = f"expected {listed}{_got(found_value)}{meant}"
         return InvalidRequest(message, field=path[:MAX_FIELD] or None)
     if message.startswith("Invalid value "):  # of the field that tells structs apart
-        tag = _at(value, path)
-        return InvalidRequest(f"expected another kind{_got(tag)}{value_hint(path, tag)}", field=path[:MAX_FIELD])
+        tag, known = _at(value, path), alternatives(type, path)
+        meant = value_hint(path, tag) or near_miss(str(tag)[:80].lower(), known)
+        return InvalidRequest(f"expected one of {', '.join(known)}{_got(tag)}{meant}", field=path[:MAX_FIELD])
     if "matching regex" in message:
         other = "base, none or adapter:NAME, with NAME " if "adapter:" in message else ""
         message = f"expected {other}{NAME_RULE}" + (" (or name@version)" if "@" in message else "")
@@ -160,7 +161,7 @@ def _got(value: object) -> str:
 
 
 def alternatives(type: type, path: str) -> list[str]:
-    """Return the values that an enum or a literal of `type` allows at `path`, such as `messages[0].role`."""
+    """Return the values that an enum, a literal or a tag of `type` allows at `path`, such as `messages[0].role`."""
     found = [msgspec.inspect.type_info(type)]
     for step in _STEP.finditer(path):
         found = [inner for info in found for inner in _inside(info, step[1])]
@@ -181,6 +182,8 @@ def _inside(info: Type, name: str | None) -> Iterator[Type]:
     for leaf in members(info):
         if isinstance(leaf, StructType) and name is not None:
             yield from (field.type for field in leaf.fields if field.encode_name == name)
+            if leaf.tag_field == name:
+                yield LiteralType((leaf.tag,))
         elif isinstance(leaf, ListType | VarTupleType) and name is None:
             yield leaf.item_type
         elif isinstance(leaf, DictType):

@@ -74,6 +74,19 @@ async def test_what_does_not_go_with_it_is_refused_by_name(api: Api, body: dict[
     assert error["field"] == field
 
 
+@pytest.mark.parametrize(
+    ("loss", "code", "message"),
+    [
+        ({"type": "orpo", "gamma": 1}, "unknown_field", "unknown field 'gamma'; it belongs to another type"),
+        ({"type": "DPO"}, "invalid_request", "expected one of dpo, orpo, simpo, got 'DPO'; did you mean 'dpo'?"),
+        (DPO | {"label_smoothing": 0.5}, "invalid_request", "expected at least 0 and below 0.5, got 0.5"),
+    ],
+)
+async def test_errors_of_losses_name_what_is_expected(api: Api, loss: Any, code: str, message: str) -> None:
+    body = {"adapter": "a", "data": ROWS, "training": {"loss": loss}}
+    assert (await api.refused(400, code, "POST", "/finetune", json=body))["message"] == message
+
+
 async def test_rows_and_loss_belong_together(api: Api) -> None:
     status, body = await api.call("POST", "/finetune", json={"adapter": "a", "data": ROWS})
     assert (status, body["error"]["line"]) == (422, 1) and "training.loss" in body["error"]["message"]
