@@ -467,8 +467,10 @@ async def test_the_setting_goes_before_the_template(tmp_path: Path) -> None:
 async def test_tools_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(PHI_3), context=4096) as api:
         asked: Any = {"messages": CHAT, "tools": TOOLS}
-        status, refused = await api.call("POST", "/v1/chat/completions", json=asked)
-        assert (status, refused["error"]["param"]) == (400, "tools")
+        for format in ("text", "json_object"):
+            hidden = asked | {"response_format": {"type": format}}
+            status, refused = await api.call("POST", "/v1/chat/completions", json=hidden)
+            assert (status, refused["error"]["param"]) == (400, "tools")
         for choice in ("none", "required"):
             assert (await api.call("POST", "/v1/chat/completions", json=asked | {"tool_choice": choice}))[0] == 200
 

@@ -182,13 +182,8 @@ class OpenAIApi:
         template = self.chat_template
         family = tool_family(template, self._config.tool_parser)
         tools = [] if body.tool_choice == "none" else body.tools or []
-        if is_constrained(native):  # the text has no reasoning
-            if not is_constrained(body):
-                return AnswerFormat(forced_family(family), thinks=False)
-            if not has_format(body) or family is None or not tools:
-                return AnswerFormat(None, thinks=False)
-            schemas, parallel = schemas_of(tools), body.parallel_tool_calls is not False
-            return AnswerFormat(family, thinks=False, parallel=parallel, schemas=schemas, calls=family.starts(schemas))
+        if is_constrained(native) and not is_constrained(body):
+            return AnswerFormat(forced_family(family), thinks=False)
         auto = self._config.tool_parser == "auto"
         if tools and family is None and auto and template is not None and "tools" not in template:
             raise InvalidRequest(
@@ -196,6 +191,11 @@ class OpenAIApi:
                 "name, the answer is a call all the same",
                 field="tools",
             )
+        if is_constrained(body):  # the text has no reasoning
+            if not has_format(body) or family is None or not tools:
+                return AnswerFormat(None, thinks=False)
+            schemas, parallel = schemas_of(tools), body.parallel_tool_calls is not False
+            return AnswerFormat(family, thinks=False, parallel=parallel, schemas=schemas, calls=family.starts(schemas))
         return AnswerFormat(
             family if tools or (family is not None and family.channels) else None,
             thinks=thinks(template),
