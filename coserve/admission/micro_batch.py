@@ -63,8 +63,8 @@ class MicroBatchShape:
     """Number of layers above them that recompute all but attention."""
     teacher: bool = False
     pairs: bool = False
-    """Whether the loss is DPO. The reference model's forward keeps no activations, and ends before the forward of the
-    policy model begins."""
+    """Whether the loss is one of pairs. The forward of a DPO loss's reference keeps no activations, and ends before the
+    forward of the policy model begins."""
     graphs: bool = False
     """Whether layers run as CUDA graphs. Each captured shape has static copies of its input, its output and a gradient;
     every shape counts as large as this one. What layers keep and compute lies in the graphs' memory pool, which the

@@ -1,5 +1,5 @@
-"""Draws the figure of `coserve jobs plot`: a job's loss, token accuracy (DPO: rewards), learning rate and tokens per
-second."""
+"""Draws the figure of `coserve jobs plot`: a job's loss, token accuracy (of pairs: rewards), learning rate and tokens
+per second."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
     if job.published_step is not None and job.published_step != job.step:
         for panel in panels:
             panel.axvline(job.published_step, color=INK["published"], linestyle="--", linewidth=1)
-    own = "loss" if job.training.loss is None else "DPO loss"
+    own = "loss" if job.training.loss is None else "loss of pairs"
     loss.set_ylabel(own if job.teacher is None else "KL divergence")
     rate.set_ylabel("learning rate")
     speed.set(ylabel="tokens / s of training", xlabel="optimizer step", ylim=(0, None))
@@ -80,7 +80,7 @@ def plot_title(job: Job) -> str:
 
 
 def learned_curves(steps: Sequence[StepMetrics]) -> dict[str, list[Values]]:
-    """Return the curves by label: rewards for a DPO job, else token accuracy. Curves without values are left out."""
+    """Return the curves by label: rewards of pairs, else token accuracy. Curves without values are left out."""
     if any(step.rewards is not None for step in steps):
 
         def of_pairs(value: Callable[[Rewards], float]) -> list[Values]:

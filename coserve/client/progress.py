@@ -49,7 +49,7 @@ class Lines(Silent):
 
 
 class Bar(Silent):
-    """Shows a bar with steps, loss, accuracy (or DPO rewards), tokens per second and time left; samples above it."""
+    """Shows a bar with steps, loss, accuracy (of pairs: rewards), tokens per second and time left; samples above it."""
 
     def __init__(self, job: Job) -> None:
         # Imported here, as a program without a bar need not load rich.
@@ -96,7 +96,7 @@ def step_text(metrics: StepMetrics, eta: float | None) -> str:
 
 
 def learned_texts(metrics: StepMetrics) -> list[str]:
-    """Return `accuracy 98.3%` (of target tokens), or for a DPO job `reward accuracy 75.0%` and `reward margin 2.04`."""
+    """Return `accuracy 98.3%` (of target tokens); for pairs `reward accuracy 75.0%` and `reward margin 2.04`."""
     if metrics.rewards is not None:
         return [f"reward accuracy {metrics.rewards.accuracy:.1%}", f"reward margin {metrics.rewards.margin:.3g}"]
     return [] if metrics.token_accuracy is None else [f"accuracy {metrics.token_accuracy:.1%}"]

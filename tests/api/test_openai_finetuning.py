@@ -165,8 +165,12 @@ async def test_preferences_and_a_native_job(api: Api, client: AsyncOpenAI) -> No
     native = await api.answered(202, "POST", "/finetune", json=body)
     poet = await finished(api, client, native["id"])
     assert (poet.fine_tuned_model, poet.training_file) == ("poet@1", "")
+    pairs = {"data": PAIRS, "training": {"steps": 1, "loss": {"type": "simpo"}}}
+    simpo = await api.answered(202, "POST", "/finetune", json=body | pairs)
+    assert (await client.fine_tuning.jobs.retrieve(simpo["id"])).method is None, "OpenAI has no such method"
+    await api.job_until(simpo["id"], "succeeded")
     listed = [job.id async for job in client.fine_tuning.jobs.list(limit=1)]
-    assert listed[:2] == [native["id"], made.id]
+    assert listed[:3] == [simpo["id"], native["id"], made.id]
     with pytest.raises(openai.NotFoundError) as caught:
         await client.fine_tuning.jobs.list(after="job-0")
     assert caught.value.param == "after"

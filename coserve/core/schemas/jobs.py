@@ -26,7 +26,7 @@ are those of requests, with `tool_calls`, `reasoning_content`, `tool_call_id` an
 `{"instruction": "...", "input": "...", "output": "..."}` (alpaca; `input` may be left out);
 `{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT);
 `{"input_ids": [...], "labels": [...]}` (tokenised; -100: not learned; `completion_mask` or `assistant_masks` as well);
-for `training.loss` of type `dpo`, `{"prompt": "...", "chosen": "...", "rejected": "..."}`, as texts or as lists
+for a `training.loss`, `{"prompt": "...", "chosen": "...", "rejected": "..."}`, as texts or as lists
 of messages; of messages, `prompt` may be left out if both others begin with it; also OpenAI's rows
 `{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}`."""
 

@@ -88,7 +88,7 @@ class Computed(NamedTuple):
     """The result of a forward, on the device (fp64)."""
 
     sums: Tensor
-    """The loss, and how many targets were predicted; for DPO also the sums of rewards (`Loss.sums`)."""
+    """The loss, and how many targets were predicted; for pairs also the sums of rewards (`Loss.sums`)."""
     log_probs: Tensor
     """With a token loss: the log-probability (nats) of each target, or of each of its candidates, flat."""
 

@@ -22,6 +22,7 @@ from coserve.api.service import Service
 from coserve.core.errors import AdapterNotFound, CorpusError, InvalidRequest, NotFound
 from coserve.core.schemas import EventLevel, JobEvent
 from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import DpoLoss
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import BaseSpec
 from coserve.state.registry.records import JobOrigin, JobRecord
@@ -164,8 +165,9 @@ def job_object(record: JobRecord, base: BaseSpec) -> schemas.FineTuningJob:
     )
 
 
-def _method(record: JobRecord, base: BaseSpec) -> tuple[schemas.Method, schemas.Hyperparameters]:
-    """Return the method with the values that the job has, and its hyperparameters."""
+def _method(record: JobRecord, base: BaseSpec) -> tuple[schemas.Method | None, schemas.Hyperparameters]:
+    """Return the method with the values that the job has, None for losses that OpenAI lacks, and its
+    hyperparameters."""
     spec, training = record.spec, record.spec.training
     rate = training.learning_rate / default_rate(training.loss, base)
     asked = None if record.origin is None else record.origin.batch_rows
@@ -176,6 +178,8 @@ def _method(record: JobRecord, base: BaseSpec) -> tuple[schemas.Method, schemas.
     )
     if training.loss is None:
         return schemas.Method(type="supervised", supervised=schemas.Supervised(hyperparameters=common)), common
+    if not isinstance(training.loss, DpoLoss):
+        return None, common
     own = schemas.DpoHyperparameters(**msgspec.structs.asdict(common), beta=training.loss.beta)
     return schemas.Method(type="dpo", dpo=schemas.Dpo(hyperparameters=own)), common
 

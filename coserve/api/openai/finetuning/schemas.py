@@ -107,8 +107,8 @@ class FineTuningJob(Wire, frozen=True, kw_only=True):
     result_files: list[str] = []
     """Once the job has succeeded, a CSV file of its steps' losses and accuracies. It goes with the job."""
     seed: int
-    method: Method
-    """The method, with the values that the daemon chose."""
+    method: Method | None
+    """The method, with the values that the daemon chose; None: a loss that OpenAI lacks (ORPO, SimPO)."""
     hyperparameters: Hyperparameters
     metadata: dict[str, str]
     integrations: list[str] = []
