@@ -8,7 +8,7 @@ other prompts will probably go on differently, too (Marconi, MLSys '25; vLLM and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from coserve.generate.plan import Scheduled
 from coserve.generate.sources import PageSource
@@ -30,8 +30,8 @@ class Snapshots:
     def find(self, request: Request, found: list[int]) -> list[int]:
         """Shorten `found`, the cached pages of a request's prefix, to the longest prefix that has a snapshot. Return
         the snapshot's pages, each with one more reference."""
-        end, pages = len(found), list[int]()
-        while end and not (pages := self._hold(request, end)):
+        keys, end, pages = _keys(request, len(found)), len(found), list[int]()
+        while end and not (pages := self._hold(keys[end - 1])):
             end -= 1
         self._pages.free(found[end:])
         del found[end:]
@@ -56,12 +56,11 @@ class Snapshots:
         for item in scheduled:
             request, tokens = item.request, item.request.computed + item.tokens
             if tokens in request.stops:
-                end = tokens // self._pages.page_tokens
-                self._pages.free(known := self._hold(request, end))
-                first = next(self._keys(request, end))
-                if not known and first not in begun and (pages := self._pages.allocate(self._size)):
+                key = self._key(request, tokens)
+                self._pages.free(known := self._hold(key))
+                if not known and key not in begun and (pages := self._pages.allocate(self._size)):
                     request.kept = Snapshot(tokens, pages)
-                    begun.add(first)
+                    begun.add(key)
 
     def settle(self, request: Request) -> None:
         """Let go of the snapshots that the request's last step read and wrote. What was written can be found from now
@@ -70,9 +69,9 @@ class Snapshots:
         request.restored = []
         if (kept := request.kept) is not None:
             if request.keys is not None and request.computed >= kept.tokens:  # otherwise the step failed
-                keys = self._keys(request, kept.tokens // self._pages.page_tokens)
-                for page, key in zip(kept.pages, keys, strict=True):
-                    self._pages.label(page, key)
+                self._drop(key := self._key(request, kept.tokens))
+                for page, part in zip(kept.pages, self._parts(key), strict=True):
+                    self._pages.label(page, part)
             self._pages.free(kept.pages)
             request.kept = None
 
@@ -82,38 +81,49 @@ class Snapshots:
         self.settle(request)
         if request.keys is not None:
             self._pages.free(self._pages.find(request.keys.first(request.labelled, request.tokens)))
-        for end in self._ends(request):
-            self._pages.free(self._hold(request, end))
+        for key in self._ends(request):
+            self._pages.free(self._hold(key))
         request.stops = ()
 
     def forget(self, request: Request) -> None:
         """Remove the snapshots that the request began from and left."""
-        for end in self._ends(request):
-            self._drop(self._hold(request, end))
+        for key in self._ends(request):
+            self._drop(key)
 
-    def _ends(self, request: Request) -> list[int]:
-        """Number of pages before each snapshot that the request began from or left."""
+    def _ends(self, request: Request) -> list[bytes]:
+        """Keys of the snapshots that the request began from or left."""
         if request.keys is None:
             return []
-        return [end for end in (request.shared, *(stop // self._pages.page_tokens for stop in request.stops)) if end]
+        begun = request.shared * self._pages.page_tokens
+        return [self._key(request, tokens) for tokens in (begun, *request.stops) if tokens]
 
-    def _hold(self, request: Request, end: int) -> list[int]:
-        """Find the snapshot after the request's first `end` pages: its pages, each with one more reference; none if
-        there is no snapshot. One that was evicted in part is dropped."""
-        pages = self._pages.find(self._keys(request, end))
-        if len(pages) == self._size:
-            return pages
-        self._drop(pages)
-        return []
+    def _key(self, request: Request, tokens: int) -> bytes:
+        """The key of the snapshot after the request's first `tokens` tokens: that of their last page."""
+        return _keys(request, tokens // self._pages.page_tokens)[-1]
 
-    def _drop(self, pages: list[int]) -> None:
-        """Free pages, which cannot be found any more."""
-        for page in pages:
-            self._pages.unlabel(page)
-        self._pages.free(pages)
+    def _hold(self, key: bytes) -> list[int]:
+        """Find a snapshot: its pages, each with one more reference; none if there is none. One that was evicted in part
+        is dropped."""
+        pages = self._pages.find(self._parts(key))
+        if 0 < len(pages) < self._size:
+            self._pages.free(pages)
+            self._drop(key)
+            return []
+        return pages
 
-    def _keys(self, request: Request, end: int) -> Iterator[bytes]:
-        """The keys of the snapshot after the request's first `end` pages: longer ones than those of their tokens."""
-        assert request.keys is not None, "expected a request that shares pages"
-        key = request.keys.first(end, request.tokens)[-1]
+    def _drop(self, key: bytes) -> None:
+        """Remove what there is of a snapshot: its parts cannot be found any more, nor become parts of another one."""
+        for part in self._parts(key):
+            for page in (pages := self._pages.find((part,))):
+                self._pages.unlabel(page)
+            self._pages.free(pages)
+
+    def _parts(self, key: bytes) -> Iterator[bytes]:
+        """The keys of a snapshot's pages: longer ones than those of pages of tokens."""
         return (key + number.to_bytes(4) for number in range(self._size))
+
+
+def _keys(request: Request, pages: int) -> Sequence[bytes]:
+    """The keys of the request's first `pages` pages."""
+    assert request.keys is not None, "expected a request that shares pages"
+    return request.keys.first(pages, request.tokens)
