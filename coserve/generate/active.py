@@ -136,7 +136,7 @@ class ActiveRequests:
             self._pages.free(restored)  # the snapshot takes pages that the request needs
             self._pages.free(found)
             found, restored, others = [], [], others + len(found)
-        if not self._activate(request, [found, restored], others):
+        if not self._activate(request, found, restored, others):
             self._pages.free(found)
             self._pages.free(restored)
             return False
@@ -197,9 +197,9 @@ class ActiveRequests:
             self._pages.unlabel(page)
         request.keys = None
 
-    def _activate(self, request: Request, held: Sequence[list[int]], others: int) -> bool:
+    def _activate(self, request: Request, found: list[int], restored: list[int], others: int) -> bool:
         """Load the request's adapter if there is room for it and for `others` further pages; return whether. The pages
-        in `held` may be renumbered."""
+        in `found` and `restored` may be renumbered."""
         ref = request.paged_adapter
         if ref is not None and (error := self._adapters.failure(ref)) is not None:
             self._failed(request, error)
@@ -211,7 +211,9 @@ class ActiveRequests:
             self._kept.forget_all()
         free = self._free_after(request, others)
         lengths, size = self._lengths, self._pages.page_tokens
-        if free >= 0 and self._requests and not lengths.fit(self._requests, request, others, free, size):
+        read = {page for each in (*(other.restored for other in self._requests), restored) for page in each}
+        later = free + len(read)  # snapshots are held until the next step
+        if free >= 0 and self._requests and not lengths.fit(self._requests, request, others, later, size):
             self._outgrown.add(request.number)
         self.lacks_pages = free < 0 or request.number in self._outgrown
         if self.lacks_pages:
@@ -228,7 +230,7 @@ class ActiveRequests:
         request.holds_adapter = True
         if activated.moved:
             active = (pages for other in self._requests for pages in (other.pages, other.restored))
-            for pages in (*held, *active, *self._kept):
+            for pages in (found, restored, *active, *self._kept):
                 pages[:] = [activated.moved.get(page, page) for page in pages]
         return True
 

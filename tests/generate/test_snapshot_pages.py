@@ -96,3 +96,17 @@ def test_a_snapshot_has_no_pages_of_an_earlier_one_that_was_evicted_in_part() ->
     pages.hold(found)
     assert snapshots.find(own, found) == [head, empty]
     pages.pool.check_integrity()
+
+
+def test_a_snapshot_that_is_being_read_counts_as_free_for_what_comes_later() -> None:
+    """Both answers fit as soon as their first step has read the snapshot: the second waits for no end of the first."""
+    pages, start = States(24, 8), list(range(41))
+    scheduler = scheduler_of(pages)
+    first = request("first", start)
+    scheduler.add(first)
+    for _ in range(2):
+        step(scheduler)
+    scheduler.remove(first)
+    for number in range(2):
+        scheduler.add(request(str(number), [*start, number, 0, 0], max_tokens=17))
+    assert step(scheduler) == [("0", 4), ("1", 4)]
