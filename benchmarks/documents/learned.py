@@ -250,6 +250,12 @@ class Run:
         self._results.put(key, round(value, 4), unit, TARGETS.get(key), about=about)
 
 
+def shown(options: argparse.Namespace) -> dict[str, object]:
+    """Return the options that a result shows, as JSON has them."""
+    found = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "began", "cache")}
+    return {name: value.name if isinstance(value, Path) else value for name, value in found.items()}
+
+
 def main() -> None:
     parser = make_parser(__doc__, tiny="with --cost: a tiny shape, on any machine")
     parser.add_argument("--documents", type=int, default=20)
@@ -278,8 +284,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="measure what each arm takes by itself instead")
     options = parser.parse_args()
     options.began = time.monotonic()
-    shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "began", "cache")}
-    results = Results.of(options, FILE, __file__, shown)
+    results = Results.of(options, FILE, __file__, shown(options))
     with tempfile.TemporaryDirectory(prefix="documents-") as root, contextlib.ExitStack() as daemons:
         folder = Path(root)
         if options.cost:

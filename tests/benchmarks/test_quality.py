@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.documents.arms import Arms, Row, choices, right
 from benchmarks.documents.facts import Question
+from benchmarks.documents.learned import shown
 from benchmarks.documents.quality import articles
 from coserve.client import AsyncClient
 from tests.support.real_server import serve_real
@@ -111,6 +113,11 @@ async def test_a_base_chooses_among_the_letters(file: Path, tmp_path: Path) -> N
     assert 0 <= share <= 1 and unit == "fraction"
     assert about["documents"] == 2
     assert "likeliest_over_context" in about
+
+
+def test_a_result_names_its_file(file: Path) -> None:
+    options = Namespace(quality=file, people=3, out=file.parent, commit="", began=1.0, cache=None)
+    assert json.loads(json.dumps(shown(options))) == {"quality": file.name, "people": 3}
 
 
 def test_arms_are_compared_by_document() -> None:
