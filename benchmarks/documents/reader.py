@@ -7,7 +7,7 @@ SmolLM2-135M-Instruct hardly reads, and then `documents.recovered` compares two 
 trained here on drawn documents (`reading.py`), new ones in each step, whose facts, wordings, names and values no
 document of the benchmark has (`relations.txt`; two in five of the wordings are new in each document): questions about
 what the document says, the other way round, two at once, and about what it does not say; and prompts that ask for
-questions, as a job of a document has them.
+questions, as a job of a document has them. Before that it repeats random tokens: where it cannot, it does not read.
 
 Without a document nothing is taught. There the base stays what it was: questions alone, general prompts and prompts of
 its own are in each step, with its own first answers and the divergence from its first distribution as their loss.

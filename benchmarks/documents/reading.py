@@ -33,8 +33,12 @@ MOST_DOCUMENT, LEAST_TREE = 1700, 400
 """Tokens of a document at most, and of a row's rest in which no further tree begins."""
 GIVEN = 0.3
 """Share of the documents that have given relations, if there are some."""
+LONGEST_COPY = 64
+"""Tokens."""
+COPIES = 40
+"""First batches, which are of random tokens, repeated: a base that cannot copy does not learn to read."""
 RAMP = 100
-"""Batches until documents have the most people."""
+"""Further batches until documents have the most people."""
 
 
 class Told(NamedTuple):
@@ -146,6 +150,7 @@ class Reading:
 
     def __init__(self, tokenizer: Any, end: int, given: Sequence[Relation] = ()) -> None:  # noqa: ANN401 - transformers
         self._tokenizer, self._end, self._given = tokenizer, end, given
+        self._plain = sorted({*range(len(tokenizer))}.difference(tokenizer.all_special_ids))
         self._words = known_words(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))) or ["oar", "nut"]
 
     def encode(self, text: str) -> list[int]:
@@ -233,6 +238,18 @@ class Reading:
                 at = _put(made, row, at, number, tree)
         return made
 
+    def copies(self, seed: int, count: int, length: int) -> Rows:
+        """Make `count` rows of random tokens that are to be repeated. The same seed, the same rows."""
+        rng, rows = Random(seed), list[list[Tree]]()
+        for _ in range(count):
+            trees, room = list[Tree](), length
+            while room >= 2 * LONGEST_COPY:
+                ids = rng.choices(self._plain, k=rng.randint(8, LONGEST_COPY))
+                trees.append(Tree(ids, [(ids[:1], ids[1:])]))
+                room -= 2 * len(ids)
+            rows.append(trees)
+        return self.packed(rows, length)
+
     def bare(self, seed: int, count: int) -> list[list[int]]:
         """Make prompts of questions without a document."""
         rng = Random(seed)
@@ -259,17 +276,21 @@ def _put(rows: Rows, row: int, at: int, index: int, tree: Tree) -> int:
 
 
 class Batches(IterableDataset[Rows]):
-    """Rows without end, for the workers of a `DataLoader`. The first batches have small documents."""
+    """Rows without end, for the workers of a `DataLoader`. The first batches are copies, the next small documents."""
 
     def __init__(self, reading: Reading, first: int, count: int, length: int, most: int) -> None:
-        """`first`: seed; `count`, `length`: of `Reading.rows`; `most`: people of a document, from batch `RAMP` on."""
+        """`first`: seed; `count`, `length`: of `Reading.rows`; `most`: people of a document, once `RAMP` of them had
+        some."""
         self._reading, self._first, self._size, self._most = reading, first, (count, length), most
 
     def __iter__(self) -> Iterator[Rows]:
         worker = get_worker_info()
         begin, by = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for number in range(begin, 1 << 30, by):
-            most = max(1, min(self._most, 2 + self._most * number // RAMP))
+            if number < COPIES:
+                yield self._reading.copies(self._first + number, *self._size)
+                continue
+            most = max(1, min(self._most, 2 + self._most * (number - COPIES) // RAMP))
             yield self._reading.rows(self._first + number, *self._size, most)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -16,7 +17,7 @@ from benchmarks.documents.facts import FACTS, Question, documents
 from benchmarks.documents.learning import Learning
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.reader import Reader
-from benchmarks.documents.reading import Batches, Reading
+from benchmarks.documents.reading import COPIES, Batches, Reading
 from benchmarks.documents.relations import RELATIONS, of_benchmark
 from coserve.core.schemas import DocumentJob, JobEvent
 from coserve.core.schemas.documents import DocumentSettings, Phase
@@ -86,7 +87,7 @@ def test_a_base_that_learned_to_read_is_served(tmp_path: Path) -> None:
     own = {form.format(name="", value="") for fact in FACTS for form in (*fact.sentences, *fact.questions)}
     assert not own & {f.format(n="", v="") for each in RELATIONS for f in (*each.sentences, *each.questions)}
     reader = Reader("coserve/assets/tiny")
-    batch = next(iter(Batches(reader.reading, 0, 1, 2048, 1)))
+    batch = reader.reading.rows(0, 1, 2048, 1)
     kept = reader.kept(4)
     assert float(reader.divergence(kept).detach()) == pytest.approx(0, abs=1e-5)
     optimizer = torch.optim.AdamW(reader.model.parameters(), 1e-3)
@@ -101,6 +102,21 @@ def test_a_base_that_learned_to_read_is_served(tmp_path: Path) -> None:
     assert float(reader.divergence(kept).detach()) > 0
     reader.save(tmp_path)
     assert load_base(str(tmp_path), device="cpu", dtype="auto").spec.layers == reader.model.config.num_hidden_layers
+
+
+def test_a_base_copies_before_it_reads() -> None:
+    """Random tokens that stand before the place where they are learned; documents follow."""
+    tokenizer = AutoTokenizer.from_pretrained("coserve/assets/tiny")
+    batches = islice(Batches(Reading(tokenizer, 0), 0, 1, 1024, 1), COPIES + 1)
+    *copies, read = batches
+    for rows in copies:
+        ids, tree = rows.ids[0].tolist(), rows.tree[0].tolist()
+        for at, label in zip(rows.at, rows.labels, strict=True):
+            first = tree.index(tree[at])
+            begin = first + rows.branch[0, first:].tolist().index(1)
+            assert ids[first + at - begin + 1] == label
+    assert "Read this text" in tokenizer.decode(read.ids[0])
+    assert "Read this text" not in tokenizer.decode(copies[-1].ids[0])
 
 
 def test_the_benchmarks_wordings_are_read_but_not_asked_for() -> None:
