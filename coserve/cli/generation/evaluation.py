@@ -85,7 +85,12 @@ async def _row(client: AsyncClient, asked: Question, model: str | None, matches:
     first, match = 1, None
     if asked.answer is not None:
         given = await client.generate(
-            **asked.source, adapter=model, max_tokens=max_tokens, temperature=0.0, return_prompt_ids=True
+            **asked.source,
+            adapter=model,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            repetition_penalty=1.0,  # a base may have one of its own
+            return_prompt_ids=True,
         )
         answer = await client.generate(
             asked.answer,

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coserve.cli.app import run as run_command
 from coserve.core.errors import InvalidRequest, MalformedRow
+from coserve.core.sampling import SamplingDefaults
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.evaluation import matcher, question
 from tests.support.real_server import serve_real
 
-ROW = {"prompt": "Today we", "completion": " sighted land."}
+ROW = {"prompt": "Today we", "completion": " sighted land, land, land."}
 
 
 def base_loss(prompt: str, answer: str) -> tuple[float, int]:
@@ -38,7 +39,8 @@ async def test_an_adapter_that_has_learned_its_rows_beats_the_base(
     data = tmp_path / "rows.jsonl"
     data.write_text(f"{json.dumps(ROW)}\n")
     loss, tokens = base_loss(ROW["prompt"], ROW["completion"])
-    async with serve_real(tmp_path / "data") as api:
+    penalty = SamplingDefaults(repetition_penalty=2.0)  # of the base: it is not the evaluation's
+    async with serve_real(tmp_path / "data", sampling_defaults=penalty) as api:
         training = {"steps": 12, "batch_tokens": 64, "learning_rate": 0.02}
         body = {"adapter": "a", "data": [ROW], "training": training, "lora": {"r": 4}}
         job = await api.answered(202, "POST", "/finetune", json=body)
