@@ -292,7 +292,7 @@ def cut_warning(job: Job) -> str | None:
     rows = f"{job.rows_cut} of {job.rows} row{'' if job.rows == 1 else 's'}"
     return (
         f"{rows} {'was' if job.rows_cut == 1 else 'were'} too long and lost a part (the limit is the smallest of "
-        "max_length, the base's context and the daemon's micro_batch_tokens)"
+        f"max_length, the base's context and {'micro' if job.training.loss is None else 'half of micro'}_batch_tokens)"
     )
 
 

@@ -28,6 +28,7 @@ MESSAGES: dict[str, Any] = {
     "chosen": [{"role": "assistant", "content": "Ahoy!"}],
     "rejected": [{"role": "assistant", "content": "No."}],
 }
+LONG = [{"role": "user", "content": "Hi " * 1000}]
 IMPLICIT: dict[str, Any] = {name: MESSAGES["prompt"] + MESSAGES[name] for name in ("chosen", "rejected")}
 """As TRL's datasets have it: the prompt is what both begin with."""
 
@@ -100,8 +101,9 @@ def test_a_text_prompt_is_cut_alike_for_both_answers(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize(
     ("row", "error", "text"),
     [
-        (TEXTS | {"rejected": ""}, NoTargets, "nothing to learn"),
-        (MESSAGES | {"rejected": []}, NoTargets, "nothing to learn"),
+        (TEXTS | {"rejected": ""}, NoTargets, "chosen or rejected has nothing to learn"),
+        (MESSAGES | {"rejected": []}, NoTargets, "chosen or rejected has nothing to learn"),
+        (MESSAGES | {"prompt": LONG}, NoTargets, "after the first 1000 tokens, .* and half of micro_batch_tokens"),
         (MESSAGES | {"prompt": "Hi"}, MalformedRow, "three texts, or as three lists"),
         (MESSAGES | {"prompt": MESSAGES["prompt"][:2]}, MalformedRow, "ends before the answer"),
         ({"prompt": "a", "chosen": "b"}, MalformedRow, "rejected"),

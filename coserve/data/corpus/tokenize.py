@@ -96,16 +96,18 @@ def row_arrays(
     checked = _checked(rows, pairs=pairs)
     for row, tokenized in _tokenized_rows(checked, tokenizer, max_length, train_on, split=one_row_per_answer):
         if not any(tokenized.targets):
-            raise NoTargets(_nothing_to_learn(tokenized, max_length), line=row.line)
+            raise NoTargets(_nothing_to_learn(row, tokenized, max_length), line=row.line)
         yield RowArrays(
             np.array(tokenized.tokens, np.int32), np.array(tokenized.targets, np.uint8), tokenized.cut, tokenized.split
         )
 
 
-def _nothing_to_learn(row: TokenizedRow, max_length: int) -> str:
-    if not row.cut:
-        return "the row has nothing to learn"
-    least = "the least of training.max_length, the base's context and the daemon's micro_batch_tokens"
+def _nothing_to_learn(row: Row, tokenized: TokenizedRow, max_length: int) -> str:
+    pair = isinstance(row, PreferenceRow)
+    if not tokenized.cut:
+        return "chosen or rejected has nothing to learn" if pair else "the row has nothing to learn"
+    limit = "half of micro_batch_tokens" if pair else "micro_batch_tokens"
+    least = f"the least of training.max_length, the base's context and {limit}"
     return f"the answer to be learned begins after the first {max_length} tokens, where the row is cut ({least})"
 
 
