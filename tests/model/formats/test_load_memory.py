@@ -63,6 +63,7 @@ def _load(folder: Path, mesh: LoneRank | None) -> PreTrainedModel:
             name=folder.name,
             device=CPU,
             dtype=torch.bfloat16,
+            quantization="none",
             seed=0,
             strategy=Strategy.NFS,
             by_expert=False,
