@@ -432,6 +432,8 @@ async def test_choices_that_cannot_be_kept_are_refused(client: AsyncOpenAI) -> N
             "expected a field 'function', got none",
         ),
         ({"tool_choice": "required", "tools": [{"type": "x"}]}, "tools", "[0].type: expected one of function"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "[0].type: expected one of function, got 'web_search'"),
+        ({"tools": [{"type": "function", "name": "play"}]}, "tools", "expected a field 'function', got none"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="fake", messages=CHAT, extra_body=asked)

@@ -67,12 +67,12 @@ def _forces_call(body: ChatRequest) -> bool:
 
 def forced_call(body: ChatRequest) -> JsonSchema | None:
     """Return the schema of the one call, an object with `name` and `arguments`, that the answer has to be; None: any
-    answer. Raises `InvalidRequest`."""
+    answer. Raises `InvalidRequest`, also for a tool that is no function."""
+    functions = [tool.function for tool in _tools(body)]
     if not _forces_call(body):
         return None
     if is_constrained(body):
         raise InvalidRequest("expected auto or none in a request that constrains its text", field="tool_choice")
-    functions = [tool.function for tool in _tools(body)]
     if body.tool_choice != "required":
         name = _chosen_name(body.tool_choice)
         names = [function.name for function in functions]
