@@ -137,7 +137,7 @@ OTHER_WAYS = {
         "optim_args optim_target_modules lr_scheduler_kwargs"
     ),
     "training.loss has its settings: type, loss_type, beta, gamma, label_smoothing and sft_weight": (
-        "loss_weights rpo_alpha simpo_gamma cpo_alpha"
+        "loss_weights rpo_alpha simpo_gamma cpo_alpha dpo_beta dpo_label_smoothing pref_loss pref_beta pref_ftx"
     ),
     "the loss is that of the target tokens, or training.loss": (
         "label_smoothing_factor f_divergence_type f_alpha_divergence_coef use_weighting ld_alpha discopop_tau"
@@ -247,6 +247,11 @@ OTHER_VALUES = {
         ),
         **dict.fromkeys(("kto", "cpo", "rm", "ppo"), "losses of pairs are 'dpo', 'orpo' and 'simpo'"),
         **dict.fromkeys(("sigmoid", "hinge", "ipo"), "it is a loss_type of the type 'dpo'"),
+    },
+    "loss_type": {
+        **dict.fromkeys(("orpo", "simpo"), "it is a type, not a loss_type of 'dpo'"),
+        "sft": "sft_weight adds it",
+        "kto_pair": "coserve has no KTO",
     },
     "load_format": dict.fromkeys(("safetensors", "gguf"), "auto reads safetensors, and a GGUF file given as the model"),
     "quantization": {
