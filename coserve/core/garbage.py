@@ -22,9 +22,7 @@ class GarbageCollection:
     """Decides which generation to collect when. `collect` and `count` are `gc.collect` and `gc.get_count`."""
 
     def __init__(
-        self,
-        collect: Callable[[int], int] = gc.collect,
-        count: Callable[[], tuple[int, int, int]] = gc.get_count,
+        self, collect: Callable[[int], int] = gc.collect, count: Callable[[], tuple[int, int, int]] = gc.get_count
     ) -> None:
         self._collect, self._count = collect, count
 

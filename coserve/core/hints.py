@@ -213,10 +213,7 @@ NEEDLESS_OPTIONS = {
         ("enable_auto_tool_choice", "reasoning_parser"),
         "the base's chat template says how calls and reasoning are parsed; --tool-parser names another way",
     ),
-    **dict.fromkeys(
-        ("tokenizer", "tokenizer_mode"),
-        "the base's own tokenizer is used",
-    ),
+    **dict.fromkeys(("tokenizer", "tokenizer_mode"), "the base's own tokenizer is used"),
     "enable_prompt_tokens_details": "usage has cached_tokens in every answer",
     "seed": "each request has its own seed",
     "download_dir": "HF_HOME says where models of the hub are kept",

@@ -168,14 +168,7 @@ class EngineParts:
 
         def read() -> LoraWeights:
             return self.base.served(
-                load_packed(
-                    path,
-                    spec,
-                    dtype=dtype,
-                    digests=digests,
-                    for_kernels=form.for_kernels,
-                    times=times,
-                )
+                load_packed(path, spec, dtype=dtype, digests=digests, for_kernels=form.for_kernels, times=times)
             )
 
         return self.packed_files.load(path, digests, read)
@@ -270,9 +263,7 @@ class EngineParts:
         )
 
     def training_layers(
-        self,
-        caches: Caches | None = None,
-        stream: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, caches: Caches | None = None, stream: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> CompiledLayers:
         """The layers that training runs once they are compiled. Tensor-parallel ranks call this together. Raises, on
         all ranks, `UnsupportedBase` or `FailedTogether`, with a message on why there are none."""

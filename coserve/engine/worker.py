@@ -99,11 +99,7 @@ def build_engine(
         remote=parts.servers,
     )
     kv = KvCache.for_base(
-        base,
-        pool.tokens,
-        config.page_tokens,
-        sequences=config.batch_requests,
-        kv_cache_dtype=config.kv_cache_dtype,
+        base, pool.tokens, config.page_tokens, sequences=config.batch_requests, kv_cache_dtype=config.kv_cache_dtype
     )
     progress.loads("loading compiled layers")
     compiled = make_compiled(parts, kv, task, training, progress.captures)

@@ -69,12 +69,7 @@ class Conditions:
 
 
 def plan_memory(
-    base: Base,
-    conditions: Conditions,
-    *,
-    fraction: float,
-    path: Path | None,
-    meter: MemoryMeter | None = None,
+    base: Base, conditions: Conditions, *, fraction: float, path: Path | None, meter: MemoryMeter | None = None
 ) -> MemoryPlan:
     """Plan the page pool that fits into `fraction` of the GPU's memory. The profile is measured once and cached at
     `path`; None: it is measured now. `meter`: None: the GPU's.

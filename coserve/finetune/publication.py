@@ -30,11 +30,7 @@ Published = JobSucceeded | JobWaiting
 
 
 def publication(
-    loop: TrainingLoop,
-    base: Base,
-    folder: DataFolder,
-    store: AdapterStore,
-    final: Callable[[], LoraWeights],
+    loop: TrainingLoop, base: Base, folder: DataFolder, store: AdapterStore, final: Callable[[], LoraWeights]
 ) -> Callable[[], Callable[[], Published]]:
     """Begin to publish the result of a finished job. `final` waits until the weights to publish are on the host.
 

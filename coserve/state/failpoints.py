@@ -27,14 +27,7 @@ from coserve.core.errors import ConfigError
 
 VARIABLE = "COSERVE_FAILPOINTS"
 
-FILE_STEPS = (
-    "temp_write",
-    "before_file_fsync",
-    "after_file_fsync",
-    "before_rename",
-    "after_rename",
-    "after_dir_fsync",
-)
+FILE_STEPS = ("temp_write", "before_file_fsync", "after_file_fsync", "before_rename", "after_rename", "after_dir_fsync")
 """The steps of one durable write; their failpoints are named `<point>.<step>`."""
 
 DURABLE_POINTS = frozenset({"adapter", "batch", "checkpoint", "corpus", "file", "import"})

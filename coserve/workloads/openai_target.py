@@ -54,9 +54,7 @@ class OpenAITarget:
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
-            headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
+            headers=self._headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
         )
         return self
 

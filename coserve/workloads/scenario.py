@@ -103,9 +103,7 @@ class Scenario:
     max_prompt_tokens: int = option(512, "most tokens of a generated prompt")
     median_prompt_tokens: float = option(160.0, "lognormal: median tokens of a generated prompt")
     output_lengths: Lengths = option(
-        Lengths.UNIFORM,
-        "lengths of the answers; EOS is ignored",
-        choices=(Lengths.UNIFORM, Lengths.LOGNORMAL),
+        Lengths.UNIFORM, "lengths of the answers; EOS is ignored", choices=(Lengths.UNIFORM, Lengths.LOGNORMAL)
     )
     min_tokens: int = option(16, "least new tokens of a request (at most --max-tokens)")
     max_tokens: int = option(64, "most new tokens of a request")

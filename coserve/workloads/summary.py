@@ -150,11 +150,7 @@ class Summary(Wire, frozen=True):
 
 
 def summarise(
-    run: ReplayResult,
-    *,
-    slos: Sequence[float] | None = None,
-    limits: Limits | None = None,
-    peak: float | None = None,
+    run: ReplayResult, *, slos: Sequence[float] | None = None, limits: Limits | None = None, peak: float | None = None
 ) -> Summary:
     """Summarise a run. `slos`: E2E limits in seconds, `limits`: limits of a good answer; None: the scenario's. `peak`:
     fine-tuning tokens per second without requests; None: as measured before the arrival window."""

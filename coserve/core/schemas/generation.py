@@ -26,13 +26,7 @@ from coserve.core.limits import (
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
 from coserve.core.names import AdapterRefText
 from coserve.core.sampling import SamplingFields
-from coserve.core.schemas.output_format import (
-    ChoiceTexts,
-    GrammarText,
-    JsonSchema,
-    ResponseFormat,
-    StructuredOutputs,
-)
+from coserve.core.schemas.output_format import ChoiceTexts, GrammarText, JsonSchema, ResponseFormat, StructuredOutputs
 from coserve.core.types import SloClass, Wire
 
 

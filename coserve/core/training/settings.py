@@ -169,8 +169,7 @@ class TrainingRequest(Wire, frozen=True):
     checkpoint_steps: int = 20
     seed: int = 0
     sample_prompts: Annotated[
-        tuple[Text | Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_PARTS)], ...],
-        Meta(max_length=MAX_PARTS),
+        tuple[Text | Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_PARTS)], ...], Meta(max_length=MAX_PARTS)
     ] = ()
     """Texts, or chats as lists of messages. The adapter in training generates one sample for each, every `sample_steps`
     steps and at the end. Sampling does not affect the training."""

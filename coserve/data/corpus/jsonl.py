@@ -48,11 +48,7 @@ def parse_jsonl(source: bytes | Path, limits: CorpusLimits = LIMITS, columns: Co
 
 
 def parse_lines(
-    source: bytes | Path,
-    limits: CorpusLimits,
-    start: int = 0,
-    stop: int | None = None,
-    columns: Columns | None = None,
+    source: bytes | Path, limits: CorpusLimits, start: int = 0, stop: int | None = None, columns: Columns | None = None
 ) -> Iterator[Row | None]:
     """Yield the row of each line that begins within the bytes `start` to `stop` (exclusive; None: the end); None for an
     empty line.

@@ -128,11 +128,7 @@ def _pieces(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
     unknown = header.number("tokenizer.ggml.unknown_token_id")
     backend = tokenizers.Tokenizer(
         models.BPE(
-            vocabulary,
-            pairs,
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
+            vocabulary, pairs, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True
         )
     )
     prefixed = header.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False

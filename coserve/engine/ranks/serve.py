@@ -122,11 +122,7 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
 
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(
-            base,
-            tokens,
-            config.page_tokens,
-            sequences=config.batch_requests,
-            kv_cache_dtype=config.kv_cache_dtype,
+            base, tokens, config.page_tokens, sequences=config.batch_requests, kv_cache_dtype=config.kv_cache_dtype
         )
         compiled = make_compiled(parts, kv, warm_up)  # rank 0 tells the operator
         sessions = parts.make_sessions(FollowedSessions, store, compiled=compiled.layers)

@@ -150,10 +150,7 @@ class PartRunner:
     def _compiling(self) -> Iterator[None]:
         """Context in which kernels are compiled and not launched, also in backward passes: autograd's own threads,
         which would ignore it, are off."""
-        with (
-            compile_only(self._processes, self._on_compiled),
-            torch.autograd.set_multithreading_enabled(False),
-        ):
+        with compile_only(self._processes, self._on_compiled), torch.autograd.set_multithreading_enabled(False):
             yield
 
     # ---- eager steps
@@ -200,11 +197,7 @@ class PartRunner:
         return [(AdapterRef(f"warm-up-{self._number}-{place}", 1), weights) for place in range(self._max_running)]
 
     def _step(
-        self,
-        executor: StepExecutor,
-        mix: Mix,
-        adapters: Sequence[Adapter],
-        params: SamplingParams | None = None,
+        self, executor: StepExecutor, mix: Mix, adapters: Sequence[Adapter], params: SamplingParams | None = None
     ) -> None:
         """Run a step and drop its results, which are meaningless because its sequences share pages."""
         refs, sequences = tuple(ref for ref, _ in adapters), list[SequenceInput]()

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.core.training.settings import PairLoss
-from coserve.finetune.losses.formulas import (
-    divergence_,
-    negative_log_likelihood_,
-    soft_cross_entropy_,
-)
+from coserve.finetune.losses.formulas import divergence_, negative_log_likelihood_, soft_cross_entropy_
 from coserve.finetune.losses.loss import TokenLoss
 from coserve.finetune.losses.pairs import preference
 from coserve.finetune.packed_rows import PackedRows

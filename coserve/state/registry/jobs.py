@@ -216,23 +216,11 @@ class JobTable(Database):
         return _events(self.job(id), rows)
 
     def _append(
-        self,
-        job: str,
-        type: EventType,
-        message: str,
-        *,
-        level: EventLevel = "info",
-        **fields: Unpack[EventFields],
+        self, job: str, type: EventType, message: str, *, level: EventLevel = "info", **fields: Unpack[EventFields]
     ) -> None:
         (last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events WHERE job = ?", (job,)).fetchone()
         event = JobEvent(
-            seq=last + 1,
-            job=job,
-            created_at=self._clock(),
-            level=level,
-            type=type,
-            message=message,
-            **fields,
+            seq=last + 1, job=job, created_at=self._clock(), level=level, type=type, message=message, **fields
         )
         of_step = fields.get("sample") or fields.get("metrics")
         self._db.execute(
