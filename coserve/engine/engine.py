@@ -21,8 +21,7 @@ from coserve.core.link.link import FromEngine, Link, ToEngine
 from coserve.core.link.sessions import CallSession, OpenSession
 from coserve.core.training.micro_step import MicroStep
 from coserve.engine.gauges import Reports
-from coserve.engine.idle import Idle
-from coserve.engine.inbox import Inbox
+from coserve.engine.inbox import Idle, Inbox
 from coserve.engine.job_runner import JobPlaces, JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains
 from coserve.engine.reception import Reception

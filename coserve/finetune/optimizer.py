@@ -24,10 +24,8 @@ from coserve.finetune.dora_scales import SITES_AT_ONCE, DoraScales, RowNorms
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.host_copy import GatheredCopy, HostCopy
 from coserve.finetune.lora_tensors import named_tensors
-from coserve.finetune.update_rules.adamw import AdamW
-from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
-from coserve.finetune.update_rules.make import make_rule
 from coserve.finetune.update_rules.paged import PagedMoments, Rows, fill
+from coserve.finetune.update_rules.rules import AdamW, UpdateRule, WeightRange, make_rule
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.lora.store.tensor_writer import OnDemand
 from coserve.model.agreement import on_all_ranks

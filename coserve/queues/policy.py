@@ -34,7 +34,7 @@ class Costs:
     """Predicted seconds; 0 or infinite while unknown."""
 
     serve: float
-    """The next generation step, exceeded as rarely as `slo_attainment` allows (`queues/risk.py`)."""
+    """The next generation step, exceeded as rarely as `slo_attainment` allows (`queues/costs.py`)."""
     micro_step: float
     """The next training micro-step, exceeded as rarely."""
     decode: float = 0.0

@@ -14,10 +14,7 @@ from typing import NamedTuple
 
 from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.workloads.formats.burstgpt import TIME, read_burstgpt
-from coserve.workloads.formats.lines import Recorded, reading
-from coserve.workloads.formats.mooncake import read_mooncake
-from coserve.workloads.formats.sharegpt import read_sharegpt
+from coserve.workloads.formats import TIME, Recorded, read_burstgpt, read_mooncake, read_sharegpt, reading
 from coserve.workloads.scenario import Scenario, TraceFormat
 
 BEGINNING = 4096

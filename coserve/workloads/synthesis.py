@@ -13,7 +13,7 @@ from coserve.core.errors import EmptyCorpus, InvalidRequest
 from coserve.core.types import SloClass
 from coserve.workloads.arrivals import arrival_times
 from coserve.workloads.bounds import MAX_REQUESTS, MAX_TRAINING_ROWS, check_total
-from coserve.workloads.formats.lines import Recorded
+from coserve.workloads.formats import Recorded
 from coserve.workloads.lengths import Lengths, block_tokens, draw_length, random_tokens
 from coserve.workloads.popularity import choices, shares
 from coserve.workloads.recordings import Content, Source

@@ -29,7 +29,7 @@ from coserve.core.names import AdapterName, AdapterRefText
 from coserve.core.types import SloClass, Wire
 from coserve.core.validation import explain
 from coserve.workloads.bounds import MAX_SECONDS
-from coserve.workloads.formats.lines import JSON_ERRORS, MAX_TOKENS, not_json, read_lines, reading
+from coserve.workloads.formats import JSON_ERRORS, MAX_TOKENS, not_json, read_lines, reading
 from coserve.workloads.scenario import Scenario
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from coserve.core.errors import CheckpointUnreadable
 from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.mapped import file_digest
+from coserve.data.corpus.staging import CorpusWriter
 from coserve.data.corpus.tokenized import Corpus
-from coserve.data.corpus.writer import CorpusWriter
 from tests.support.finetuning import random_corpus, random_pairs
 
 READ = """

@@ -23,8 +23,7 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import Optimizer, TrainingSettings
 from coserve.core.types import LoraSettings
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.update_rules.interface import UpdateRule
-from coserve.finetune.update_rules.make import make_rule
+from coserve.finetune.update_rules.rules import UpdateRule, make_rule
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.updates import BASE, EVERY, gradients, made, same, start, update
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coserve
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, SimpoLoss, TrainingSettings
-from coserve.finetune.losses.pairs import preference
+from coserve.finetune.losses.chunked import preference
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows

@@ -24,8 +24,7 @@ from coserve.core.training.settings import Optimizer, TrainingRequest, TrainingS
 from coserve.data.corpus.defaults import choose_training
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.update_rules.eight_bit import EightBit
-from coserve.finetune.update_rules.lion import Lion
+from coserve.finetune.update_rules.rules import EightBit, Lion
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.updates import BASE, EVERY, LORA, gradients, made, same, start, update
 

@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.queues.costs import UNKNOWN, WINDOW, Predictor, Predictors, Regression
-from coserve.queues.risk import FIRST_GUESS, LEAST_QUANTILE, OUTLIER, Risk
+from coserve.queues.costs import (
+    FIRST_GUESS,
+    LEAST_QUANTILE,
+    OUTLIER,
+    UNKNOWN,
+    WINDOW,
+    Predictor,
+    Predictors,
+    Regression,
+    Risk,
+)
 from coserve.queues.shapes import STEP_FEATURES, StepShape
 from coserve.queues.sliding import SlidingQuantile
 

@@ -15,9 +15,8 @@ from coserve.core.link.stats import EngineStats
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
 from coserve.engine.spatial.slices_in_flight import Marks
-from coserve.queues.costs import ATTAINMENT
+from coserve.queues.costs import ATTAINMENT, TAKEN_BACK
 from coserve.queues.policies.overlap import Overlap
-from coserve.queues.risk import TAKEN_BACK
 from coserve.queues.shapes import StepShape
 from tests.support.examples import sample
 from tests.support.fake_gpu import job_always

@@ -21,8 +21,8 @@ from coserve.core.link.link import FromEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
+from coserve.queues.costs import FIRST_GUESS
 from coserve.queues.policies.slack import Slack
-from coserve.queues.risk import FIRST_GUESS
 from tests.support.examples import sample
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, Prices
 from tests.support.local_engine import running_engine

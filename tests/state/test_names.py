@@ -9,7 +9,7 @@ import pytest
 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, NameTaken
 from coserve.core.types import AdapterRef
-from coserve.state.registry.names import HALF_LIFE
+from coserve.state.registry.adapters import HALF_LIFE
 from coserve.state.registry.records import AdapterRecord, AliasRecord, Labels
 from coserve.state.registry.registry import Registry
 from tests.support.records import make_adapter

@@ -14,8 +14,7 @@ from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
-from coserve.finetune.update_rules.make import make_rule
+from coserve.finetune.update_rules.rules import UpdateRule, WeightRange, make_rule
 from coserve.model.lora import LoraWeights
 from tests.support.finetuning import tiny_base
 

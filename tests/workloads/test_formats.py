@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 
 from coserve.core.errors import InvalidRequest, MalformedRow
-from coserve.workloads.formats.burstgpt import read_burstgpt
-from coserve.workloads.formats.lines import Recorded, read_lines
-from coserve.workloads.formats.mooncake import read_mooncake
-from coserve.workloads.formats.sharegpt import read_sharegpt
+from coserve.workloads.formats import Recorded, read_burstgpt, read_lines, read_mooncake, read_sharegpt
 from coserve.workloads.opening import open_workload
 from coserve.workloads.recordings import format_of
 from coserve.workloads.scenario import TraceFormat

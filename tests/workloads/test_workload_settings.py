@@ -21,12 +21,18 @@ from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bounds import SETTINGS
 from coserve.workloads.bundled import bundled_rows
 from coserve.workloads.lengths import Lengths
-from coserve.workloads.opening import open_workload
+from coserve.workloads.opening import all_rules, open_workload, unused_settings
 from coserve.workloads.popularity import Shape
-from coserve.workloads.presets import PRESETS
-from coserve.workloads.scenario import Finetuning, Scenario, TraceFormat, given_settings, make_scenario, sections
+from coserve.workloads.scenario import (
+    PRESETS,
+    Finetuning,
+    Scenario,
+    TraceFormat,
+    given_settings,
+    make_scenario,
+    sections,
+)
 from coserve.workloads.trace import load_trace
-from coserve.workloads.unused import all_rules, unused_settings
 
 REFUSED = [
     ("--process gamma --cv 1e308", "cv: expected at most 100, got 1e+308"),

@@ -37,7 +37,7 @@ class Slack(NamedPolicy):
     generation steps needed to meet it, minus `DELIVERY`. A running request's target is the deadline of its next token.
     A waiting request's step begins `FIRST_TOKEN_WAIT` after its arrival, or earlier if its deadline requires it. A
     request with a deadline for its last token is assumed to generate `max_tokens`, each in a decode step. Predicted
-    times of steps and micro-steps are quantiles chosen by `slo_attainment` (`queues/risk.py`), up to `MOST_MARGIN`;
+    times of steps and micro-steps are quantiles chosen by `slo_attainment` (`queues/costs.py`), up to `MOST_MARGIN`;
     there is no other margin. `weight` is the fraction of each deadline's time that training may use: less weight,
     faster answers and less training. The slack is 0 while a request waits for a place in a full batch: paced by
     deadlines, places would free up too slowly, and the queue could grow without bound.
