@@ -49,6 +49,7 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
 from coserve.finetune.init import zero_adapter
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -244,7 +245,7 @@ class Machine:
         )
         lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self.where.backend)
         steps = self.runner.forward_backward(
-            rows, lora, optimizer.trainable, optimizer.grads, recomputed=option.recompute_plan.recomputed
+            rows, lora, optimizer.trainable, optimizer.grads, how=StepRecompute(option.recompute_plan.recomputed)
         )
         while next(steps) is not MicroStep.BACKWARD:
             pass

@@ -14,11 +14,11 @@ from coserve.data.corpus.packing import pack
 class StepRecompute:
     """Recompute plan of one optimizer step, fixed when the step begins."""
 
-    recomputed: int
+    recomputed: int = 0
     """Number of lowest layers that keep only their input: `RecomputePlan.recomputed`."""
-    partly: int
+    partly: int = 0
     """Number of layers above those that recompute all but attention: `RecomputePlan.partly`."""
-    compiled: bool
+    compiled: bool = False
     """Whether memory was planned for compiled layers."""
 
     @property
@@ -27,6 +27,8 @@ class StepRecompute:
         return self.recomputed + self.partly > 0
 
 
+AS_CONFIGURED = StepRecompute()
+"""No layer is recomputed unless the runner always does so."""
 MicroBatches = Sequence[tuple[int, ...]]
 """Row indices of each micro-batch."""
 

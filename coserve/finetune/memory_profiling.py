@@ -22,6 +22,7 @@ from coserve.core.types import DEFAULT_RANK, LoraSettings
 from coserve.finetune.costs.training_costs import Phases, measure_costs, site_groups
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.lora_tensors import cast
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
@@ -306,7 +307,7 @@ class MemoryProfiler:
         self._meter.reset()
         before = self._meter.now()
         micro_steps = self._runner.forward_backward(
-            rows, lora, optimizer.trainable, optimizer.grads, recomputed=recomputed, partly=partly
+            rows, lora, optimizer.trainable, optimizer.grads, how=StepRecompute(recomputed, partly)
         )
         next(micro_steps)
         begin = self._meter.now() - before

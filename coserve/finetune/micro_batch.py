@@ -25,7 +25,7 @@ from torch import Tensor
 from coserve.admission.micro_batch import TEACHER_SHARE
 from coserve.core.gpu_memory import Kept
 from coserve.core.training.micro_step import MicroStep
-from coserve.core.training.settings import DpoLoss, PairLoss
+from coserve.core.training.settings import DpoLoss
 from coserve.data.corpus.batch import Batch
 from coserve.data.documents.encoder import memory_ids
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
@@ -45,12 +45,13 @@ from coserve.finetune.losses.chunked import (
     TokenFunction,
     target_chunks,
 )
-from coserve.finetune.losses.loss import Loss, TokenLoss
-from coserve.finetune.memory_limits import StepRecompute
+from coserve.finetune.losses.loss import NLL, Loss
+from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.prefixed import EncodedAttention, PrefixedAttention
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.files.cartridge import FROZEN
 from coserve.model.base import Base
 from coserve.model.dropout import DropoutSpec
@@ -122,41 +123,31 @@ class MicroBatchRunner:
         lora: LoraBatch,
         trainable: LayerTensors,
         grads: LayerTensors,
-        *,
-        teacher: LoraBatch | None = None,
-        pairs: PairLoss | None = None,
-        reference: LoraBatch | None = None,
-        tokens: TokenLoss | None = None,
-        recomputed: int = 0,
-        partly: int = 0,
-        for_compiled: bool = False,
+        loss: Loss = NLL,
+        how: StepRecompute = AS_CONFIGURED,
         noises: Sequence[EmbeddingNoise | None] = (),
     ) -> MicroSteps:
         """Add the gradient of each job's summed loss to `grads`. Returns each job's sums (fp64, (J, 2)): the loss in
         nats, and how many targets are predicted correctly (`losses.formulas.negative_log_likelihood_`).
 
-        The loss is the targets' NLL. With a `teacher` (one job only) it is the divergence from the teacher's
-        distributions at the targets. With `pairs` it is that loss of the rows, which are pairs of one job, a DPO loss
-        relative to `reference` (None: the base); the sums are then those of `losses.chunked.Preference` (fp64, (1, 5)).
-        With `tokens` it is this loss of one job; log-probabilities follow the sums (`losses.chunked.TokenFunction`).
+        A `loss` other than the NLL is of one job only. That of pairs has the sums of `losses.chunked.Preference` (fp64,
+        (1, 5)); with one of tokens, log-probabilities follow the sums (`losses.chunked.TokenFunction`).
 
         `trainable[i]`: tensors of `lora` at layer i's sites, of all jobs, requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sums are not divided by the number of targets, so
         micro-batches of one optimizer step add up.
 
-        `recomputed`: layers, from the lowest trained one up, that keep only their input. All layers do with the
-        runner's `recompute`, or if the memory was planned for compiled layers (`for_compiled`) that cannot run the
-        batch. `partly`: layers above those that also keep attention's output, if compiled; otherwise only their input.
-        `noises`: each job's noise (J) on the input of the first layer, not applied to teacher or DPO reference; empty:
-        no noise.
+        `how`: counts layers from the lowest trained one up. All layers keep only their input with the runner's
+        `recompute`, or if the memory was planned for compiled layers that cannot run the batch. `noises`: each job's
+        noise (J) on the input of the first layer, not applied to teacher or DPO reference; empty: no noise.
         """
         ends = EndPass(self._base, self._cut, lora, learns=True)
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
         first = 0 if ends.embedding_learns else first
         inputs = self._embed(rows, lora)
-        recomputed = layers if self._recompute else recomputed
-        levels = levels_of(layers, first, recomputed, partly)
-        loss = yield from self._loss(rows, inputs, teacher, pairs, reference, tokens, levels, MicroStep.FORWARD)
+        recomputed = layers if self._recompute else how.recomputed
+        levels = levels_of(layers, first, recomputed, how.partly)
+        chunked = yield from self._chunked(loss, rows, inputs, lora.backend, levels, MicroStep.FORWARD)
         inputs = ends.enter(inputs)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
@@ -165,18 +156,18 @@ class MicroBatchRunner:
         if one is None:
             if self._graphs is not None:
                 self._graphs.yield_memory()
-            keep_from = layers if for_compiled else first + recomputed + partly
+            keep_from = layers if how.compiled else first + recomputed + how.partly
             bottom = -1 if ends.embedding_learns else first  # layer 0 then has a gradient of its input
             one = EagerLayerPass(self._cut, inputs, context, trainable, grads, bottom, keep_from)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
         gradient_1TD = torch.zeros_like(h_1TD)
-        chunks = self._target_chunks(rows, loss, ends)
+        chunks = self._target_chunks(rows, chunked, ends)
         for number, chunk in enumerate(chunks, start=1):
-            self._head(h_1TD, inputs, chunk, loss, gradient_1TD, ends)
+            self._head(h_1TD, inputs, chunk, chunked, gradient_1TD, ends)
             yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
-        sums_J = loss.finish(gradient_1TD)
+        sums_J = chunked.finish(gradient_1TD)
         for i in reversed(range(first, layers)):
             gradient_1TD = one.backward(i, gradient_1TD)
             if i > first:
@@ -184,35 +175,24 @@ class MicroBatchRunner:
         ends.backward(gradient_1TD)
         return sums_J
 
-    def evaluate(
-        self,
-        rows: PackedRows,
-        lora: LoraBatch,
-        *,
-        teacher: LoraBatch | None = None,
-        pairs: PairLoss | None = None,
-        reference: LoraBatch | None = None,
-        tokens: TokenLoss | None = None,
-    ) -> MicroSteps:
+    def evaluate(self, rows: PackedRows, lora: LoraBatch, loss: Loss = NLL) -> MicroSteps:
         """Return what `forward_backward` returns, without gradients."""
         inputs, levels = self._embed(rows, lora), (Kept.ALL,) * len(self._base.layers)
-        loss = yield from self._loss(rows, inputs, teacher, pairs, reference, tokens, levels, MicroStep.EVALUATE)
+        chunked = yield from self._chunked(loss, rows, inputs, lora.backend, levels, MicroStep.EVALUATE)
         ends = EndPass(self._base, self._cut, lora, learns=False)
         h_1TD = yield from self._hidden(inputs, lora, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
-        for number, chunk in enumerate(self._target_chunks(rows, loss, ends)):
+        for number, chunk in enumerate(self._target_chunks(rows, chunked, ends)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
-            self._head(h_1TD, inputs, chunk, loss, None, ends)
-        return loss.finish(None)
+            self._head(h_1TD, inputs, chunk, chunked, None, ends)
+        return chunked.finish(None)
 
-    def _loss(
+    def _chunked(
         self,
+        loss: Loss,
         rows: PackedRows,
         inputs: LayerInputs,
-        teacher: LoraBatch | None,
-        pairs: PairLoss | None,
-        reference: LoraBatch | None,
-        tokens: TokenLoss | None,
+        backend: LoraBackend,
         levels: Sequence[Kept],
         then: MicroStep,
     ) -> Generator[MicroStep, None, ChunkedLoss]:
@@ -220,6 +200,10 @@ class MicroBatchRunner:
         the trained adapter's forward; the other forward uses the same, so that rounding is equal and equal weights give
         equal likelihoods. `then`: kind of the micro-step that follows."""
         shard = None if self._base.sharding is None else self._base.sharding.vocabulary
+        teacher, reference = (
+            None if weights is None else LoraBatch(rows.segments, (weights,), backend)
+            for weights in (loss.teacher, loss.reference)
+        )
         if teacher is not None:
             taught_1TD = yield from self._hidden(inputs, teacher, levels, then, in_pool=False)
             own = EndPass(self._base, self._cut, teacher, learns=False)
@@ -229,7 +213,7 @@ class MicroBatchRunner:
                     return own.head(taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K)
 
             return Divergence(rows, taught, shard)
-        if isinstance(pairs, DpoLoss):
+        if isinstance(loss.pairs, DpoLoss):
             h_1TD = yield from self._hidden(inputs, reference, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
             likelihood = Likelihood(rows, rows.sequence_targets, shard)
             own = EndPass(self._base, self._cut, reference, learns=False)
@@ -237,11 +221,11 @@ class MicroBatchRunner:
             for number, chunk in enumerate(chunks, start=1):
                 self._head(h_1TD, inputs, chunk, likelihood, None, own)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
-            return Preference(rows, likelihood.finish(None), pairs, shard)
-        if pairs is not None:
-            return Preference(rows, None, pairs, shard)
-        if tokens is not None:
-            return (SoftTargets if rows.labels_K.ndim > 1 else TokenFunction)(rows, tokens, shard)
+            return Preference(rows, likelihood.finish(None), loss.pairs, shard)
+        if loss.pairs is not None:
+            return Preference(rows, None, loss.pairs, shard)
+        if loss.tokens is not None:
+            return (SoftTargets if rows.labels_K.ndim > 1 else TokenFunction)(rows, loss.tokens, shard)
         return Likelihood(rows, rows.job_targets, shard)
 
     def _hidden(

@@ -18,6 +18,8 @@ from coserve.core.gpu_memory import TrainingCosts
 from coserve.core.training.settings import DpoLoss, TrainingSettings
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.finetune.init import zero_adapter
+from coserve.finetune.losses.loss import Loss
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -141,11 +143,8 @@ def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(base: Measured, top: bo
     runner = MicroBatchRunner(base.base, recompute=False, attention=predicted.FlashAttention)
     meter.reset()
     before = meter.now()
-    run_to_end(
-        runner.forward_backward(
-            rows, batch, optimizer.trainable, optimizer.grads, pairs=DpoLoss(beta=0.1), recomputed=recomputed
-        )
-    )
+    loss, how = Loss(pairs=DpoLoss(beta=0.1)), StepRecompute(recomputed)
+    run_to_end(runner.forward_backward(rows, batch, optimizer.trainable, optimizer.grads, loss, how))
     counted = meter.peak() - before
     asked = MicroBatchShape(tokens, rows.targets, recomputed, pairs=True)
     expected = base.bytes(lora_shapes(lora, spec), asked).peak - ROWS * tokens

@@ -13,6 +13,7 @@ from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.training.jobs import Teacher
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
+from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_rows
@@ -47,9 +48,9 @@ def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_bytes
     rows = pack_rows(CORPUS, range(CORPUS.rows), CPU)
     optimizer = AdapterOptimizer(student, base.spec, TrainingSettings(), base.dtype)
     runner = MicroBatchRunner(base, recompute=False, logits_bytes=logits_bytes)
-    learned, taught = (lora_of(each, rows.tokens, backend) for each in (optimizer.weights(), teacher))
-    sums_12 = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, teacher=taught))
-    evaluated_12 = run_to_end(runner.evaluate(rows, learned, teacher=taught))
+    learned, loss = lora_of(optimizer.weights(), rows.tokens, backend), Loss(teacher=teacher)
+    sums_12 = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, loss))
+    evaluated_12 = run_to_end(runner.evaluate(rows, learned, loss))
 
     sites = {
         site: replace(pair, a_RD=pair.a_RD.clone().requires_grad_(), b_OR=pair.b_OR.clone().requires_grad_())

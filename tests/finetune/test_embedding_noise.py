@@ -13,6 +13,7 @@ from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.init import new_adapter
+from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs, pack_rows
@@ -97,7 +98,7 @@ def test_the_reference_of_a_dpo_loss_has_no_noise() -> None:
     for noises, rewarded in (((), False), ((None,), False), ((NOISE,), True)):
         sums = run_to_end(
             runner.forward_backward(
-                rows, lora, optimizer.trainable, optimizer.grads, pairs=DpoLoss(beta=0.5), noises=noises
+                rows, lora, optimizer.trainable, optimizer.grads, Loss(pairs=DpoLoss(beta=0.5)), noises=noises
             )
         )
         assert bool((sums[0, 2:4].abs() > 1e-3).all()) is rewarded, noises

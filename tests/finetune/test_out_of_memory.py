@@ -201,9 +201,10 @@ def test_a_step_is_computed_as_it_was_cut(tmp_path: Path, monkeypatch: pytest.Mo
     seen = list[tuple[int, int]]()
     run = MicroBatchRunner.forward_backward
 
-    def recorded(self: MicroBatchRunner, rows: Any, *args: Any, **options: Any) -> Any:
-        seen.append((len(rows.tokens_T), options["recomputed"]))
-        return run(self, rows, *args, **options)
+    def recorded(self: MicroBatchRunner, rows: Any, lora: Any, trainable: Any, grads: Any, *args: Any) -> Any:
+        _, how, _ = args
+        seen.append((len(rows.tokens_T), how.recomputed))
+        return run(self, rows, lora, trainable, grads, *args)
 
     monkeypatch.setattr(MicroBatchRunner, "forward_backward", recorded)
     corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 9, 9))

@@ -15,6 +15,7 @@ import coserve
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, SimpoLoss, TrainingSettings
 from coserve.finetune.losses.chunked import preference
+from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
@@ -143,7 +144,7 @@ def test_a_loss_without_a_reference_runs_no_other_forward(loss: PairLoss, base: 
     optimizer = AdapterOptimizer(changing_adapter(base), base.spec, TrainingSettings(), base.dtype)
     lora = lora_of(optimizer.weights(), rows.tokens)
     runner = MicroBatchRunner(base, recompute=False)
-    steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, pairs=loss))
+    steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, Loss(pairs=loss)))
     assert not {MicroStep.EVALUATE, MicroStep.EVALUATE_HEAD} & set(steps)
 
 

@@ -12,6 +12,7 @@ import torch
 from coserve.core.errors import UnsupportedBase
 from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, MicroSteps, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
@@ -53,7 +54,7 @@ def tiny_base(family: str) -> Base:
 def micro_steps(runner: MicroBatchRunner, optimizer: AdapterOptimizer, backend: LoraBackend, **how: int) -> MicroSteps:
     rows = pack_rows(CORPUS, ROWS, CPU)
     lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), backend, None)
-    return runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, **how)
+    return runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, how=StepRecompute(**how))
 
 
 def learned(

@@ -116,9 +116,9 @@ class Found:
         runner = MicroBatchRunner(base, recompute=False, logits_bytes=1)  # several chunks
         lora = lora_of(self.optimizer.weights(), self.rows.tokens)
         optimizer = self.optimizer
-        steps = runner.forward_backward(self.rows, lora, optimizer.trainable, optimizer.grads, tokens=loss)
+        steps = runner.forward_backward(self.rows, lora, optimizer.trainable, optimizer.grads, Loss(tokens=loss))
         (found,) = run_to_end(steps)
-        (evaluated,) = run_to_end(runner.evaluate(self.rows, lora, tokens=loss))
+        (evaluated,) = run_to_end(runner.evaluate(self.rows, lora, Loss(tokens=loss)))
         assert torch.equal(found, evaluated)
         self.loss, self.p = float(found[0]), found[2:].view_as(self.rows.labels_K)
         self.gradients = gradient_sums(optimizer)

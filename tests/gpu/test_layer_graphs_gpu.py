@@ -13,6 +13,7 @@ from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs
@@ -59,7 +60,7 @@ def gradients(
         [[tensor for each in layer for tensor in each] for layer in zip(*by_job, strict=True)]
         for by_job in ([own.trainable for own, _ in jobs], [own.grads for own, _ in jobs])
     )
-    steps = runner.forward_backward(packed, lora, trainable, grads, recomputed=recomputed, partly=partly)
+    steps = runner.forward_backward(packed, lora, trainable, grads, how=StepRecompute(recomputed, partly))
     sums = run_to_end(steps)
     return [sums.clone(), *(each.clone() for layer in grads for each in layer)]
 

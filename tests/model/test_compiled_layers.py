@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from coserve.core.errors import UnsupportedBase
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.kernels.attention.packed import PackedAttention
@@ -77,14 +78,14 @@ def gradients(base: Base, compiled: CompiledLayers | None, packs: Sequence[list[
     """The loss's sums and all gradients of these rows."""
     optimizer, own = (
         started(base),
-        {name: options.pop(name) for name in ("recomputed", "for_compiled") if name in options},
+        StepRecompute(**{name: options.pop(name) for name in ("recomputed", "compiled") if name in options}),
     )
     runner = MicroBatchRunner(base, recompute=options.pop("recompute", False), compiled=compiled)
     total = torch.zeros(1, 2, dtype=torch.float64)
     for indices in packs:
         rows = pack_rows(CORPUS, indices, CPU)
         lora = lora_of(rows, optimizer, **options)
-        total += run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, **own))
+        total += run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, how=own))
     return total, *(one.clone() for layer in optimizer.grads for one in layer)
 
 
@@ -137,7 +138,7 @@ def test_a_batch_that_is_refused_after_all_recomputes_the_layers_that_it_has_no_
             return layer(self, i, *given)
 
         patch.setattr(LayerCut, "layer", run)
-        found = gradients(base, compiled, PACKS, for_compiled=True)
+        found = gradients(base, compiled, PACKS, compiled=True)
     assert ran == [*range(len(base.layers)), *reversed(range(len(base.layers)))]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert compiled.costs is None, "jobs are planned for the layers themselves from now on"

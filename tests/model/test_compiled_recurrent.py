@@ -13,6 +13,7 @@ from torch import Tensor
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import pack_jobs
 from coserve.kernels.lora.segments import Segments
@@ -79,7 +80,9 @@ def gradients(
     packed = pack_jobs([corpus_batch(CORPUS, rows)], CPU, graphs.padded_size(tokens) if graphs else 0)
     lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
     runner = MicroBatchRunner(base, recompute=False, compiled=layers, graphs=graphs)
-    sums = run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads, **counts))
+    sums = run_to_end(
+        runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads, how=StepRecompute(**counts))
+    )
     return [sums, *(one for layer in optimizer.grads for one in layer)]
 
 

@@ -18,6 +18,8 @@ from coserve.core.training.settings import DpoLoss, TrainingSettings
 from coserve.finetune import lora_tensors
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.compiled import levels_of
+from coserve.finetune.losses.loss import Loss
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
@@ -51,7 +53,9 @@ def gradients(base: Base, compiled: CompiledLayers | None, *, recompute: bool = 
     optimizer, rows = started(base), pack_rows(CORPUS, [1, 3], CPU)
     lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
     runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
-    sums = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, **counts))
+    sums = run_to_end(
+        runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, how=StepRecompute(**counts))
+    )
     return [sums, *(one for layer in optimizer.grads for one in layer)]
 
 
@@ -239,31 +243,28 @@ def test_rewards_are_0_at_the_reference_whatever_layers_keep() -> None:
         pack_rows(pairs, range(3), CPU),
     )
     lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
-    runner = MicroBatchRunner(base, recompute=False, compiled=layers)
+    runner, loss = MicroBatchRunner(base, recompute=False, compiled=layers), Loss(pairs=DpoLoss(beta=0.3))
 
     def likelihood() -> Tensor:
         return run_to_end(runner.evaluate(rows, lora))
 
     def rewards(**counts: int) -> list[list[float]]:
         learned = runner.forward_backward(
-            rows, lora, optimizer.trainable, optimizer.grads, pairs=DpoLoss(beta=0.3), **counts
+            rows, lora, optimizer.trainable, optimizer.grads, loss, StepRecompute(**counts)
         )
-        return [
-            run_to_end(steps)[0, 2:].tolist()
-            for steps in (learned, runner.evaluate(rows, lora, pairs=DpoLoss(beta=0.3)))
-        ]
+        return [run_to_end(steps)[0, 2:].tolist() for steps in (learned, runner.evaluate(rows, lora, loss))]
 
     def continued(**counts: int) -> list[float]:
         own = runner.forward_backward(
-            rows, changed, adapter.trainable, adapter.grads, pairs=DpoLoss(beta=0.3), reference=start, **counts
+            rows, changed, adapter.trainable, adapter.grads, replace(loss, reference=start), StepRecompute(**counts)
         )
         return cast(list[float], run_to_end(own)[0, 2:].tolist())
 
     adapter = started(base, settings)
-    copies = lora_tensors.cast(adapter.weights(), base.dtype)
-    for _, tensor in lora_tensors.named_tensors(copies):
+    start = lora_tensors.cast(adapter.weights(), base.dtype)
+    for _, tensor in lora_tensors.named_tensors(start):
         tensor.requires_grad_()
-    changed, start = (replace(lora, adapters=(one,)) for one in (adapter.weights(), copies))
+    changed = replace(lora, adapters=(adapter.weights(),))
     before = likelihood()
     for levels, *cases in ((False, {}, {"recomputed": 1}), (True, {"partly": 2}, {"recomputed": 1, "partly": 1})):
         if levels:

@@ -16,6 +16,7 @@ from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import DEFAULT_RANK, LoraSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
@@ -60,11 +61,9 @@ class LayerTimer:
         embedding, and the first backward, which includes the end of the head, are excluded."""
         layers, rows = len(self._base.layers), self._rows(self._runner.padded_size(tokens), row)
         assert layers > 1, "expected several layers"
-        counts = {Kept.ALL: (0, 0), Kept.ATTENTION: (0, layers), Kept.INPUT: (layers, 0)}[kept]
+        how = StepRecompute(layers if kept is Kept.INPUT else 0, layers if kept is Kept.ATTENTION else 0)
         lora = LoraBatch(Segments((0, rows.tokens), (0,)), (self._optimizer.weights(),), self._backend)
-        steps = self._runner.forward_backward(
-            rows, lora, self._optimizer.trainable, self._optimizer.grads, recomputed=counts[0], partly=counts[1]
-        )
+        steps = self._runner.forward_backward(rows, lora, self._optimizer.trainable, self._optimizer.grads, how=how)
         next(steps)
         forward = self._span(lambda: [next(steps) for _ in range(layers - 1)])
         while next(steps) is not MicroStep.BACKWARD:

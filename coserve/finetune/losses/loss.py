@@ -136,6 +136,9 @@ class Loss:
                 raise InvalidRequest("expected ratio_mask to mark some of the targets, got only 0")
 
 
+NLL = Loss()
+
+
 def _given(values: Tensor | None) -> Tensor:
     assert values is not None, "expected a checked batch"
     return values

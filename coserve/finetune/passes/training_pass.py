@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -172,42 +173,20 @@ def _compute(
     for each in micro_batches:
         each.prepare()
     first = micro_batches[0]
-    loss, tokens = first.loss, sum(each.batch.tokens for each in micro_batches)
+    tokens = sum(each.batch.tokens for each in micro_batches)
     graphed = first.learns and all(each.dropout is None and each.loss.teacher is None for each in micro_batches)
     graphed = graphed and not first.batch.encoded
     in_all = runner.padded_size(tokens) if graphed else tokens
     rows = pack_jobs([each.batch for each in micro_batches], device, in_all)
-    segments = rows.segments
     dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])
     adapters = tuple([part for each in micro_batches for part in each.weights.parts])
     lora = LoraBatch(rows.segments_of(len(adapters)), adapters, lora_backend, dropout, kept)
-    teacher, reference = (
-        None if weights is None else LoraBatch(segments, (weights,), lora_backend)
-        for weights in (loss.teacher, loss.reference)
-    )
     if not first.learns:
-        return (
-            yield from runner.evaluate(
-                rows, lora, teacher=teacher, pairs=loss.pairs, reference=reference, tokens=loss.tokens
-            )
-        )
+        return (yield from runner.evaluate(rows, lora, first.loss))
     trainable, grads = (
         [[tensor for each in layer for tensor in each] for layer in zip(*by_job, strict=True)]
         for by_job in ([each.trainable for each in micro_batches], [each.grads for each in micro_batches])
     )
-    return (
-        yield from runner.forward_backward(
-            rows,
-            lora,
-            trainable,
-            grads,
-            teacher=teacher,
-            pairs=loss.pairs,
-            reference=reference,
-            tokens=loss.tokens,
-            recomputed=first.how.recomputed,
-            partly=first.how.partly,
-            for_compiled=all(each.how.compiled for each in micro_batches),
-            noises=[each.noise for each in micro_batches],
-        )
-    )
+    how = replace(first.how, compiled=all(each.how.compiled for each in micro_batches))
+    noises = [each.noise for each in micro_batches]
+    return (yield from runner.forward_backward(rows, lora, trainable, grads, first.loss, how, noises))

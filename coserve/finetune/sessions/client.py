@@ -16,7 +16,7 @@ from coserve.core.training.schemas import OptimStepRequest
 from coserve.data.corpus.batch import Batch, Example, examples_in
 from coserve.data.corpus.packing import pack
 from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, Gspo, ImportanceSampling, Loss, Ppo, TokenLoss
-from coserve.finetune.memory_limits import MemoryLimits, MicroBatches, StepRecompute
+from coserve.finetune.memory_limits import AS_CONFIGURED, MemoryLimits, MicroBatches
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.sessions.session import Event, TrainingSession
 from coserve.finetune.sessions.trainee import Trainee
@@ -105,7 +105,7 @@ class ClientTrainee(Trainee):
         """Whether the sums have the gradients of all of `_summed`."""
         self._missing = False
         """Whether the next optimizer step lacks the gradients of a call that failed."""
-        self._recompute_plan, self._rows = StepRecompute(0, 0, False), tuple[int, ...]()
+        self._recompute_plan, self._rows = AS_CONFIGURED, tuple[int, ...]()
 
     def begin_call(self, call: Work | OptimStepRequest) -> None:
         """Make `call` the one that the next training passes compute."""

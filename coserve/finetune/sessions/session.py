@@ -22,7 +22,7 @@ from coserve.core.training.step_metrics import StepMetrics
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.embedding_noise import EmbeddingNoise
 from coserve.finetune.losses.loss import Loss
-from coserve.finetune.memory_limits import StepRecompute
+from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.sessions.verbs import ForwardBackward, Gather, KeepBest, OptimStep, Verb, ZeroGrad
@@ -42,7 +42,6 @@ Event = MicroBatch | MicroStep | Boundary | StepMetrics
 Training = Coroutine[Event, Tensor | None, None]
 """A training coroutine. A `MicroBatch` is answered with its row of the result of
 `MicroBatchRunner.forward_backward`."""
-AS_CONFIGURED = StepRecompute(0, 0, False)
 
 
 @coroutine
