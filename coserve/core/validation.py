@@ -13,18 +13,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.inspect import (
-    DictType,
-    EnumType,
-    FloatType,
-    IntType,
-    ListType,
-    LiteralType,
-    StructType,
-    Type,
-    UnionType,
-    VarTupleType,
-)
+from msgspec import inspect
 
 from coserve.core.errors import InvalidRequest, UnknownField
 from coserve.core.hints import fields_of, hint, near_miss, value_hint
@@ -168,31 +157,31 @@ def alternatives(type: type, path: str) -> list[str]:
     values: list[str] = []
     for info in found:
         for leaf in members(info):
-            if isinstance(leaf, LiteralType):
+            if isinstance(leaf, inspect.LiteralType):
                 values += [str(value) for value in leaf.values]
-            elif isinstance(leaf, EnumType):
+            elif isinstance(leaf, inspect.EnumType):
                 values += [str(member.value) for member in leaf.cls]
-            elif isinstance(leaf, IntType | FloatType):
+            elif isinstance(leaf, inspect.IntType | inspect.FloatType):
                 values.append("a number")
     return values
 
 
-def _inside(info: Type, name: str | None) -> Iterator[Type]:
+def _inside(info: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
     """Yield the types of the field `name`, or of the entries if it is None."""
     for leaf in members(info):
-        if isinstance(leaf, StructType) and name is not None:
+        if isinstance(leaf, inspect.StructType) and name is not None:
             yield from (field.type for field in leaf.fields if field.encode_name == name)
             if leaf.tag_field == name:
-                yield LiteralType((leaf.tag,))
-        elif isinstance(leaf, ListType | VarTupleType) and name is None:
+                yield inspect.LiteralType((leaf.tag,))
+        elif isinstance(leaf, inspect.ListType | inspect.VarTupleType) and name is None:
             yield leaf.item_type
-        elif isinstance(leaf, DictType):
+        elif isinstance(leaf, inspect.DictType):
             yield leaf.value_type
 
 
-def members(info: Type) -> tuple[Type, ...]:
+def members(info: inspect.Type) -> tuple[inspect.Type, ...]:
     """Return the types of a union, or the one type."""
-    return info.types if isinstance(info, UnionType) else (info,)
+    return info.types if isinstance(info, inspect.UnionType) else (info,)
 
 
 def above_vocabulary(ids: Collection[int], vocab: int) -> str | None:

@@ -35,16 +35,7 @@ from coserve.finetune.layers.compiled import CompiledLayerPass, levels_of, takes
 from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.layers.interface import LayerPass, LayerTensors
-from coserve.finetune.losses.chunked import (
-    ChunkedLoss,
-    Divergence,
-    Likelihood,
-    Preference,
-    SoftTargets,
-    TargetChunk,
-    TokenFunction,
-    target_chunks,
-)
+from coserve.finetune.losses import chunked
 from coserve.finetune.losses.loss import NLL, Loss
 from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
 from coserve.finetune.packed_rows import PackedRows
@@ -147,7 +138,7 @@ class MicroBatchRunner:
         inputs = self._embed(rows, lora)
         recomputed = layers if self._recompute else how.recomputed
         levels = levels_of(layers, first, recomputed, how.partly)
-        chunked = yield from self._chunked(loss, rows, inputs, lora.backend, levels, MicroStep.FORWARD)
+        result = yield from self._chunked(loss, rows, inputs, lora.backend, levels, MicroStep.FORWARD)
         inputs = ends.enter(inputs)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
@@ -163,11 +154,11 @@ class MicroBatchRunner:
             h_1TD = one.forward(i, h_1TD)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
         gradient_1TD = torch.zeros_like(h_1TD)
-        chunks = self._target_chunks(rows, chunked, ends)
+        chunks = self._target_chunks(rows, result, ends)
         for number, chunk in enumerate(chunks, start=1):
-            self._head(h_1TD, inputs, chunk, chunked, gradient_1TD, ends)
+            self._head(h_1TD, inputs, chunk, result, gradient_1TD, ends)
             yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
-        sums_J = chunked.finish(gradient_1TD)
+        sums_J = result.finish(gradient_1TD)
         for i in reversed(range(first, layers)):
             gradient_1TD = one.backward(i, gradient_1TD)
             if i > first:
@@ -178,14 +169,14 @@ class MicroBatchRunner:
     def evaluate(self, rows: PackedRows, lora: LoraBatch, loss: Loss = NLL) -> MicroSteps:
         """Return what `forward_backward` returns, without gradients."""
         inputs, levels = self._embed(rows, lora), (Kept.ALL,) * len(self._base.layers)
-        chunked = yield from self._chunked(loss, rows, inputs, lora.backend, levels, MicroStep.EVALUATE)
+        result = yield from self._chunked(loss, rows, inputs, lora.backend, levels, MicroStep.EVALUATE)
         ends = EndPass(self._base, self._cut, lora, learns=False)
         h_1TD = yield from self._hidden(inputs, lora, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
-        for number, chunk in enumerate(self._target_chunks(rows, chunked, ends)):
+        for number, chunk in enumerate(self._target_chunks(rows, result, ends)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
-            self._head(h_1TD, inputs, chunk, chunked, None, ends)
-        return chunked.finish(None)
+            self._head(h_1TD, inputs, chunk, result, None, ends)
+        return result.finish(None)
 
     def _chunked(
         self,
@@ -195,7 +186,7 @@ class MicroBatchRunner:
         backend: LoraBackend,
         levels: Sequence[Kept],
         then: MicroStep,
-    ) -> Generator[MicroStep, None, ChunkedLoss]:
+    ) -> Generator[MicroStep, None, chunked.ChunkedLoss]:
         """Return the loss, after the teacher's or reference's forward if it needs one. `levels`: recompute levels of
         the trained adapter's forward; the other forward uses the same, so that rounding is equal and equal weights give
         equal likelihoods. `then`: kind of the micro-step that follows."""
@@ -208,25 +199,25 @@ class MicroBatchRunner:
             taught_1TD = yield from self._hidden(inputs, teacher, levels, then, in_pool=False)
             own = EndPass(self._base, self._cut, teacher, learns=False)
 
-            def taught(chunk: TargetChunk) -> Tensor:
+            def taught(chunk: chunked.TargetChunk) -> Tensor:
                 with torch.no_grad():
                     return own.head(taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K)
 
-            return Divergence(rows, taught, shard)
+            return chunked.Divergence(rows, taught, shard)
         if isinstance(loss.pairs, DpoLoss):
             h_1TD = yield from self._hidden(inputs, reference, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
-            likelihood = Likelihood(rows, rows.sequence_targets, shard)
+            likelihood = chunked.Likelihood(rows, rows.sequence_targets, shard)
             own = EndPass(self._base, self._cut, reference, learns=False)
             chunks = self._target_chunks(rows, likelihood, own)
             for number, chunk in enumerate(chunks, start=1):
                 self._head(h_1TD, inputs, chunk, likelihood, None, own)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
-            return Preference(rows, likelihood.finish(None), loss.pairs, shard)
+            return chunked.Preference(rows, likelihood.finish(None), loss.pairs, shard)
         if loss.pairs is not None:
-            return Preference(rows, None, loss.pairs, shard)
+            return chunked.Preference(rows, None, loss.pairs, shard)
         if loss.tokens is not None:
-            return (SoftTargets if rows.labels_K.ndim > 1 else TokenFunction)(rows, loss.tokens, shard)
-        return Likelihood(rows, rows.job_targets, shard)
+            return (chunked.SoftTargets if rows.labels_K.ndim > 1 else chunked.TokenFunction)(rows, loss.tokens, shard)
+        return chunked.Likelihood(rows, rows.job_targets, shard)
 
     def _hidden(
         self, inputs: LayerInputs, lora: LoraBatch | None, levels: Sequence[Kept], then: MicroStep, *, in_pool: bool
@@ -279,17 +270,19 @@ class MicroBatchRunner:
         """Return the forward context of a LoRA batch. A cartridge has no LoRA terms: only the attention reads it."""
         return self._base.prepare(None if lora is not None and lora.adapters[0].settings.cartridge else lora)
 
-    def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss, ends: EndPass) -> list[TargetChunk]:
+    def _target_chunks(self, rows: PackedRows, loss: chunked.ChunkedLoss, ends: EndPass) -> list[chunked.TargetChunk]:
         # smaller chunks: a second tensor of logits (teacher, gathered shards, a changed head) is alive at the same time
-        wide = isinstance(loss, Divergence | SoftTargets) or ends.changes
-        return target_chunks(rows, max(4, self.targets_at_once // TEACHER_SHARE) if wide else self.targets_at_once)
+        wide = isinstance(loss, chunked.Divergence | chunked.SoftTargets) or ends.changes
+        return chunked.target_chunks(
+            rows, max(4, self.targets_at_once // TEACHER_SHARE) if wide else self.targets_at_once
+        )
 
     def _head(
         self,
         h_1TD: Tensor,
         inputs: LayerInputs,
-        chunk: TargetChunk,
-        loss: ChunkedLoss,
+        chunk: chunked.TargetChunk,
+        loss: chunked.ChunkedLoss,
         gradient_1TD: Tensor | None,
         ends: EndPass,
     ) -> None:

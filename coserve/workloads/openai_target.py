@@ -12,18 +12,7 @@ import aiohttp
 import msgspec
 
 from coserve.client.sse import Event, events
-from coserve.core.errors import (
-    BY_CODE,
-    AdapterNotFound,
-    CoserveError,
-    EngineUnavailable,
-    InternalError,
-    InvalidRequest,
-    QueueFull,
-    Unauthorized,
-    Unreachable,
-    error_from_code,
-)
+from coserve.core import errors
 from coserve.workloads.formats import JSON_ERRORS, MAX_TOKENS
 from coserve.workloads.gauges import Snapshot, read_snapshot
 from coserve.workloads.replay import JobUpdate, Usage
@@ -115,19 +104,19 @@ class OpenAITarget:
                     yield 0 if counts is None else Usage(counts.prompt_tokens, counts.completion_tokens, reason)
                     await _read_on(response)
         except aiohttp.ClientError as error:
-            raise Unreachable(f"the connection broke: {error}", sent=True) from error
+            raise errors.Unreachable(f"the connection broke: {error}", sent=True) from error
         if not ended:
-            raise Unreachable("the stream broke off before its end", sent=True)
+            raise errors.Unreachable("the stream broke off before its end", sent=True)
 
     async def probe(self, at: float) -> Snapshot:
         """Return the gauges of `/metrics`. Raises `Unreachable` if there is no such page, and as `read_snapshot`."""
         try:
             async with self._http.get(f"{self._url}/metrics") as response:
                 if response.status != 200:
-                    raise Unreachable(f"/metrics answered {response.status}")
+                    raise errors.Unreachable(f"/metrics answered {response.status}")
                 return read_snapshot((await response.read()).decode(errors="replace"), at)
         except aiohttp.ClientError as error:
-            raise Unreachable(f"/metrics: {error}") from error
+            raise errors.Unreachable(f"/metrics: {error}") from error
 
     async def models(self) -> list[str]:
         """Return the names of `/v1/models`; most servers list the base first. Raises as `generate`."""
@@ -138,15 +127,15 @@ class OpenAITarget:
                 await check(response)
                 return read_models(await response.read())
         except TimeoutError as error:
-            raise Unreachable(f"{none}: no list of models within {self._models_wait:g} s") from error
-        except (aiohttp.ClientError, *JSON_ERRORS, AdapterNotFound) as error:  # 404: not an OpenAI-style server
-            raise Unreachable(f"{none}: {error}") from error
+            raise errors.Unreachable(f"{none}: no list of models within {self._models_wait:g} s") from error
+        except (aiohttp.ClientError, *JSON_ERRORS, errors.AdapterNotFound) as error:  # 404: not an OpenAI-style server
+            raise errors.Unreachable(f"{none}: {error}") from error
 
     async def submit(self, arrival: FinetuneArrival) -> str:
-        raise InvalidRequest("an OpenAI-style server is sent no fine-tuning jobs", field="server")
+        raise errors.InvalidRequest("an OpenAI-style server is sent no fine-tuning jobs", field="server")
 
     async def watch(self, job: str) -> AsyncIterator[JobUpdate]:
-        raise InvalidRequest("an OpenAI-style server has no fine-tuning jobs", field="server")
+        raise errors.InvalidRequest("an OpenAI-style server has no fine-tuning jobs", field="server")
         yield  # makes this an async generator
 
     async def cancel(self, job: str) -> None:
@@ -170,12 +159,12 @@ async def _read_on(response: aiohttp.ClientResponse) -> None:
                 pass
 
 
-_ERRORS: dict[int, type[CoserveError]] = {
-    401: Unauthorized,
-    403: Unauthorized,
-    404: AdapterNotFound,
-    429: QueueFull,
-    503: EngineUnavailable,
+_ERRORS: dict[int, type[errors.CoserveError]] = {
+    401: errors.Unauthorized,
+    403: errors.Unauthorized,
+    404: errors.AdapterNotFound,
+    429: errors.QueueFull,
+    503: errors.EngineUnavailable,
 }
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
@@ -253,23 +242,23 @@ async def check(response: aiohttp.ClientResponse) -> None:
     found = _error_in(content)
     text = re.sub(r"\s+", " ", found.message or content[:200].decode(errors="replace"))
     message = f"status {response.status}: {text}"
-    named = BY_CODE.get(str(found.code))
+    named = errors.BY_CODE.get(str(found.code))
     if named is not None and named.status == response.status:
-        raise error_from_code(named.code, message)
-    kind = _ERRORS.get(response.status, InvalidRequest if response.status < 500 else InternalError)
+        raise errors.error_from_code(named.code, message)
+    kind = _ERRORS.get(response.status, errors.InvalidRequest if response.status < 500 else errors.InternalError)
     raise kind(message)
 
 
-def _no_chunk(data: str) -> InternalError:
-    return InternalError(f"expected a chunk of a completion, got {data[:200]}")
+def _no_chunk(data: str) -> errors.InternalError:
+    return errors.InternalError(f"expected a chunk of a completion, got {data[:200]}")
 
 
-def _stream_error(data: str) -> CoserveError:
+def _stream_error(data: str) -> errors.CoserveError:
     """Return the error at the end of a stream: the one that its code names, else `InternalError`."""
     found = _error_in(data.encode())
-    if str(found.code) in BY_CODE:
-        return error_from_code(str(found.code), found.message or "the stream ended with an error")
-    return InternalError(f"the stream ended with an error: {found.message or data[:200]}")
+    if str(found.code) in errors.BY_CODE:
+        return errors.error_from_code(str(found.code), found.message or "the stream ended with an error")
+    return errors.InternalError(f"the stream ended with an error: {found.message or data[:200]}")
 
 
 def _error_in(content: bytes) -> _Error:

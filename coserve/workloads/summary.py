@@ -14,23 +14,8 @@ from msgspec.structs import asdict
 from coserve.core.errors import Overloaded, QueueFull
 from coserve.core.training.jobs import JobState
 from coserve.core.types import SloClass, Wire
+from coserve.workloads import metrics
 from coserve.workloads.gauges import Snapshot
-from coserve.workloads.metrics import (
-    SATISFACTION_LIMIT,
-    Limits,
-    Spread,
-    attainment,
-    attains,
-    e2e,
-    ended_within,
-    itl,
-    mean_satisfaction,
-    peak_speed,
-    spread,
-    tpot,
-    trained_until,
-    ttft,
-)
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
 
 SHORTEST = 1e-9
@@ -44,9 +29,9 @@ class Group(Wire, frozen=True, kw_only=True):
     requests: int
     completed: int
     attainment: float
-    ttft: Spread | None
-    tpot: Spread | None
-    e2e: Spread | None
+    ttft: metrics.Spread | None
+    tpot: metrics.Spread | None
+    e2e: metrics.Spread | None
 
 
 class AdapterSummary(Group, frozen=True, kw_only=True):
@@ -87,17 +72,17 @@ class Summary(Wire, frozen=True):
     """Prompt tokens of the answered requests, counted by the server; None if a count is missing."""
     output_tokens: int
     output_throughput: float
-    limits: Limits
+    limits: metrics.Limits
     attainment: float
     """Fraction of all requests within every limit, 0 to 1; without limits, the fraction answered (`has_limits`)."""
     goodput: float
     satisfaction: float
     """S-LoRA's user satisfaction, the mean over all requests, 0 to 1."""
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    e2e: Spread | None
-    lag: Spread | None
+    ttft: metrics.Spread | None
+    tpot: metrics.Spread | None
+    itl: metrics.Spread | None
+    e2e: metrics.Spread | None
+    lag: metrics.Spread | None
     """How late the replay sent requests; large values mean that the load was not as intended."""
     slo_attainment: dict[str, float]
     """Maps an E2E limit in seconds to the fraction of all requests within it, 0 to 1."""
@@ -150,20 +135,24 @@ class Summary(Wire, frozen=True):
 
 
 def summarise(
-    run: ReplayResult, *, slos: Sequence[float] | None = None, limits: Limits | None = None, peak: float | None = None
+    run: ReplayResult,
+    *,
+    slos: Sequence[float] | None = None,
+    limits: metrics.Limits | None = None,
+    peak: float | None = None,
 ) -> Summary:
     """Summarise a run. `slos`: E2E limits in seconds, `limits`: limits of a good answer; None: the scenario's. `peak`:
     fine-tuning tokens per second without requests; None: as measured before the arrival window."""
     slos = run.scenario.slos if slos is None else slos
-    limits = Limits.of(run.scenario) if limits is None else limits
+    limits = metrics.Limits.of(run.scenario) if limits is None else limits
     good = [sample for sample in run.samples if sample.error is None]
     seconds = _request_seconds(run)
     tokens = sum(sample.tokens for sample in good)
     counted = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
-    trained = trained_until(run.jobs, run.duration)
+    trained = metrics.trained_until(run.jobs, run.duration)
     begin, end = run.scenario.window
-    in_window = (trained_until(run.jobs, end) - trained_until(run.jobs, begin)) / run.scenario.duration
-    peak = peak_speed(run.jobs, begin) if peak is None else peak
+    in_window = (metrics.trained_until(run.jobs, end) - metrics.trained_until(run.jobs, begin)) / run.scenario.duration
+    peak = metrics.peak_speed(run.jobs, begin) if peak is None else peak
     return Summary(
         duration=run.duration,
         requests=len(run.samples),
@@ -174,15 +163,15 @@ def summarise(
         output_tokens=tokens,
         output_throughput=tokens / seconds,
         limits=limits,
-        attainment=attainment(run.samples, limits),
-        goodput=sum(attains(sample, limits) for sample in run.samples) / seconds,
-        satisfaction=mean_satisfaction(run.samples, limits.ttft or SATISFACTION_LIMIT),
-        ttft=spread(_values(good, ttft)),
-        tpot=spread(_values(good, tpot)),
-        itl=spread([gap for sample in good for gap in itl(sample)]),
-        e2e=spread(_values(good, e2e)),
-        lag=spread([sample.sent - sample.due for sample in run.samples]),
-        slo_attainment={f"{slo:g}": ended_within(run.samples, slo) for slo in slos},
+        attainment=metrics.attainment(run.samples, limits),
+        goodput=sum(metrics.attains(sample, limits) for sample in run.samples) / seconds,
+        satisfaction=metrics.mean_satisfaction(run.samples, limits.ttft or metrics.SATISFACTION_LIMIT),
+        ttft=metrics.spread(_values(good, metrics.ttft)),
+        tpot=metrics.spread(_values(good, metrics.tpot)),
+        itl=metrics.spread([gap for sample in good for gap in metrics.itl(sample)]),
+        e2e=metrics.spread(_values(good, metrics.e2e)),
+        lag=metrics.spread([sample.sent - sample.due for sample in run.samples]),
+        slo_attainment={f"{slo:g}": metrics.ended_within(run.samples, slo) for slo in slos},
         adapters=_adapters(run.samples, limits),
         queue=_queue(run.snapshots) if run.snapshots else None,
         jobs=len(run.jobs),
@@ -210,7 +199,7 @@ def _values(samples: Sequence[Sample], of: Callable[[Sample], float | None]) -> 
     return [value for sample in samples if (value := of(sample)) is not None]
 
 
-def _adapters(samples: Sequence[Sample], limits: Limits) -> tuple[AdapterSummary, ...]:
+def _adapters(samples: Sequence[Sample], limits: metrics.Limits) -> tuple[AdapterSummary, ...]:
     by_name: dict[str | None, list[Sample]] = {}
     for sample in samples:
         by_name.setdefault(sample.adapter, []).append(sample)
@@ -218,24 +207,24 @@ def _adapters(samples: Sequence[Sample], limits: Limits) -> tuple[AdapterSummary
     return tuple(sorted(found, key=lambda each: (each.attainment, each.adapter or "")))
 
 
-def _adapter(name: str | None, samples: Sequence[Sample], limits: Limits) -> AdapterSummary:
-    satisfied = mean_satisfaction(samples, limits.ttft or SATISFACTION_LIMIT)
+def _adapter(name: str | None, samples: Sequence[Sample], limits: metrics.Limits) -> AdapterSummary:
+    satisfied = metrics.mean_satisfaction(samples, limits.ttft or metrics.SATISFACTION_LIMIT)
     return AdapterSummary(adapter=name, satisfaction=satisfied, **asdict(_group(samples, limits)))
 
 
-def _group(samples: Sequence[Sample], limits: Limits) -> Group:
+def _group(samples: Sequence[Sample], limits: metrics.Limits) -> Group:
     good = [sample for sample in samples if sample.error is None]
     return Group(
         requests=len(samples),
         completed=len(good),
-        attainment=attainment(samples, limits),
-        ttft=spread(_values(good, ttft)),
-        tpot=spread(_values(good, tpot)),
-        e2e=spread(_values(good, e2e)),
+        attainment=metrics.attainment(samples, limits),
+        ttft=metrics.spread(_values(good, metrics.ttft)),
+        tpot=metrics.spread(_values(good, metrics.tpot)),
+        e2e=metrics.spread(_values(good, metrics.e2e)),
     )
 
 
-def _classes(samples: Sequence[Sample], limits: Limits) -> tuple[ClassSummary, ...]:
+def _classes(samples: Sequence[Sample], limits: metrics.Limits) -> tuple[ClassSummary, ...]:
     found = []
     for slo_class in CLASSES:
         own = [sample for sample in samples if (sample.slo_class or "interactive") == slo_class]

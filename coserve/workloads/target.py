@@ -9,16 +9,7 @@ from typing import Any, TypeVar
 
 from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
 from coserve.client.failures import job_error
-from coserve.core.errors import (
-    AdapterBusy,
-    AdapterNotFound,
-    CoserveError,
-    InvalidRequest,
-    JobError,
-    JobNotFound,
-    Unreachable,
-    WrongJobState,
-)
+from coserve.core import errors
 from coserve.core.names import NAME_RULE, is_adapter_ref, is_name
 from coserve.core.schemas import JobEvent
 from coserve.core.training.jobs import JobState
@@ -88,7 +79,7 @@ class DaemonTarget:
         usable = is_name if self._prefix else is_adapter_ref  # an adapter version can be used, but not created
         for name in map(self.served_name, ranks):
             if not usable(name):
-                raise InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="prefix")
+                raise errors.InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="prefix")
         limit = asyncio.Semaphore(self._prepared_at_once)
 
         async def ensure(name: str, rank: int) -> bool:
@@ -106,7 +97,7 @@ class DaemonTarget:
     async def _ensure(self, name: str, rank: int) -> bool:
         try:
             adapter = await self._client.adapter(name)
-        except AdapterNotFound:
+        except errors.AdapterNotFound:
             if not is_name(name):
                 raise
             settings = LoraRequest(r=rank, targets=self._scenario.targets or None)
@@ -116,7 +107,7 @@ class DaemonTarget:
             await job.wait(progress=False)
             return True
         if adapter.rank != rank:
-            raise InvalidRequest(f"expected {name} to be of rank {rank}, got {adapter.rank}")
+            raise errors.InvalidRequest(f"expected {name} to be of rank {rank}, got {adapter.rank}")
         return False
 
     async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
@@ -157,7 +148,7 @@ class DaemonTarget:
     def _answered(self, task: asyncio.Task[AsyncJobHandle]) -> None:
         name = self._submissions.pop(task)
         error = None if task.cancelled() else task.exception()
-        if task.cancelled() or (isinstance(error, Unreachable) and error.sent):
+        if task.cancelled() or (isinstance(error, errors.Unreachable) and error.sent):
             self._unsure.add(name)
         elif error is None:
             job = task.result()
@@ -178,7 +169,7 @@ class DaemonTarget:
                 if event.state in (JobState.PAUSED, JobState.FAILED):
                     ended = await self._jobs[job].refresh()
                     if ended.state in (JobState.PAUSED, JobState.FAILED):
-                        raise JobError("the job was paused") if ended.error is None else job_error(ended.error)
+                        raise errors.JobError("the job was paused") if ended.error is None else job_error(ended.error)
 
     def seen(self, event: JobEvent) -> None:
         """Called with each event of a job; override it to show progress."""
@@ -205,21 +196,21 @@ class DaemonTarget:
     async def _end(self, job: AsyncJobHandle, limit: asyncio.Semaphore) -> None:
         try:
             ended = (await _patiently(job.cancel, limit)).state.terminal
-        except CoserveError as error:
-            ended = isinstance(error, WrongJobState | JobNotFound)
+        except errors.CoserveError as error:
+            ended = isinstance(error, errors.WrongJobState | errors.JobNotFound)
         if not ended:
             self._unsure.add(job.info.adapter)
 
     async def _forget(self, job: AsyncJobHandle, limit: asyncio.Semaphore) -> None:
-        with suppress(CoserveError):  # it takes no room but a line of the list
+        with suppress(errors.CoserveError):  # it takes no room but a line of the list
             await _patiently(job.delete, limit)
 
     async def _delete(self, name: str, limit: asyncio.Semaphore) -> bool:
         try:
             await _patiently(lambda: self._client.delete_adapter(name), limit)
-        except AdapterNotFound:  # its first job never ended
+        except errors.AdapterNotFound:  # its first job never ended
             return True
-        except CoserveError:
+        except errors.CoserveError:
             return False
         return True
 
@@ -230,15 +221,15 @@ async def _patiently(call: Callable[[], Awaitable[T]], limit: asyncio.Semaphore)
         for attempt in range(CLEAN_UP_ATTEMPTS - 1):
             try:
                 return await call()
-            except CoserveError as error:
+            except errors.CoserveError as error:
                 if not _passes(error):
                     raise
             await asyncio.sleep(0.1 * 2**attempt)
         return await call()
 
 
-def _passes(error: CoserveError) -> bool:
+def _passes(error: errors.CoserveError) -> bool:
     """Return whether the call may succeed soon; False if no daemon listens."""
-    if isinstance(error, Unreachable):
+    if isinstance(error, errors.Unreachable):
         return error.sent
-    return isinstance(error, AdapterBusy) or error.status in (429, 503)
+    return isinstance(error, errors.AdapterBusy) or error.status in (429, 503)

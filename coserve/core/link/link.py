@@ -8,75 +8,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from coserve.core.link.engine import (
-    DropAdapter,
-    EngineNotes,
-    EngineReady,
-    EngineRefused,
-    EngineStopped,
-    EngineWarming,
-    PrefetchAdapter,
-    SetLogLevel,
-    Shutdown,
-)
+from coserve.core.link import engine, jobs
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
-from coserve.core.link.jobs import (
-    CancelJob,
-    JobCancelled,
-    JobCheckpoint,
-    JobFailed,
-    JobNote,
-    JobPaused,
-    JobProgress,
-    JobSnapshot,
-    JobStarted,
-    JobSucceeded,
-    JobWaiting,
-    PauseJob,
-    ResumeJob,
-    SnapshotDone,
-    StartJob,
-)
 from coserve.core.link.sessions import CallDone, CallFailed, CallSession, OpenSession
 from coserve.core.link.stats import EngineStats
 
 ToEngine = (
     Generate
     | CancelRequest
-    | StartJob
-    | PauseJob
-    | ResumeJob
-    | CancelJob
+    | jobs.StartJob
+    | jobs.PauseJob
+    | jobs.ResumeJob
+    | jobs.CancelJob
     | OpenSession
     | CallSession
-    | DropAdapter
-    | PrefetchAdapter
-    | SetLogLevel
-    | SnapshotDone
-    | Shutdown
+    | engine.DropAdapter
+    | engine.PrefetchAdapter
+    | engine.SetLogLevel
+    | jobs.SnapshotDone
+    | engine.Shutdown
 )
 FromEngine = (
-    EngineReady
-    | EngineNotes
-    | EngineWarming
-    | EngineRefused
+    engine.EngineReady
+    | engine.EngineNotes
+    | engine.EngineWarming
+    | engine.EngineRefused
     | Admitted
     | Tokens
     | RequestFailed
-    | JobStarted
-    | JobPaused
-    | JobProgress
-    | JobCheckpoint
-    | JobSnapshot
-    | JobNote
-    | JobWaiting
-    | JobSucceeded
-    | JobFailed
-    | JobCancelled
+    | jobs.JobStarted
+    | jobs.JobPaused
+    | jobs.JobProgress
+    | jobs.JobCheckpoint
+    | jobs.JobSnapshot
+    | jobs.JobNote
+    | jobs.JobWaiting
+    | jobs.JobSucceeded
+    | jobs.JobFailed
+    | jobs.JobCancelled
     | CallDone
     | CallFailed
     | EngineStats
-    | EngineStopped
+    | engine.EngineStopped
 )
 OutT = TypeVar("OutT")
 InT = TypeVar("InT")

@@ -6,23 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from coserve.core.limits import (
-    MAX_MESSAGES,
-    MAX_TOKENS,
-    AllowedTokenIds,
-    BadWords,
-    CacheSalt,
-    Choices,
-    LogprobCount,
-    Seconds,
-    Seed,
-    StopText,
-    StopTexts,
-    StopTokenIds,
-    Text,
-    TokenCount,
-    TokenIds,
-)
+from coserve.core import limits
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
 from coserve.core.names import AdapterRefText
 from coserve.core.sampling import SamplingFields
@@ -33,18 +17,18 @@ from coserve.core.types import SloClass, Wire
 class GenerationFields(SamplingFields, frozen=True, kw_only=True, omit_defaults=True):
     """Fields with the same name and meaning here and in OpenAI's dialect."""
 
-    n: Choices = 1
+    n: limits.Choices = 1
     """Choices per prompt; choice i uses `seed + i`."""
     stream: bool = False
-    stop: StopText | StopTexts | None = None
+    stop: limits.StopText | limits.StopTexts | None = None
     """Strings that end the choice. They are not part of its text."""
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text."""
-    stop_token_ids: StopTokenIds = []
+    stop_token_ids: limits.StopTokenIds = []
     """Token ids that end the choice."""
-    bad_words: BadWords = []
+    bad_words: limits.BadWords = []
     """Texts whose tokens, at the beginning of a word or within one, are not sampled one after another."""
-    allowed_token_ids: AllowedTokenIds | None = None
+    allowed_token_ids: limits.AllowedTokenIds | None = None
     """Only these tokens are sampled; the end of a sequence, only if it is among them."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
@@ -57,23 +41,23 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, omit_defaults=
     guided_regex: GrammarText | None = None
     guided_choice: ChoiceTexts | None = None
     guided_grammar: GrammarText | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=limits.MAX_TOKENS)] | None = None
     """A longer prompt is cut to this many of its last tokens, behind the special tokens that come before a text.
     -1: as many as leave room for `max_tokens`. Not with `echo`."""
-    cache_salt: CacheSalt = ""
+    cache_salt: limits.CacheSalt = ""
     """Only requests with the same salt share prefixes in the KV cache."""
     slo_class: SloClass | None = None
     """Class whose latency targets in the daemon's settings apply; None: `interactive`."""
-    slo_ttft: Seconds | None = None
-    slo_tpot: Seconds | None = None
-    slo_e2e: Seconds | None = None
+    slo_ttft: limits.Seconds | None = None
+    slo_tpot: limits.Seconds | None = None
+    slo_e2e: limits.Seconds | None = None
 
 
 class GenerateRequest(GenerationFields, frozen=True, omit_defaults=True):
     """Body of `POST /generate`. Exactly one of `prompt` (text or token ids) and `messages` is required."""
 
-    prompt: Text | TokenIds | None = None
-    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    prompt: limits.Text | limits.TokenIds | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=limits.MAX_MESSAGES)] | None = None
     tools: Tools | None = None
     """JSON schemas for the base's chat template, with `messages` only. A call that the model writes is part of its
     text."""
@@ -85,18 +69,18 @@ class GenerateRequest(GenerationFields, frozen=True, omit_defaults=True):
     """With `messages`: the answer continues the last message; only the new text is returned."""
     adapter: AdapterRefText | None = None
     """None: the base itself."""
-    max_tokens: TokenCount | None = 128
+    max_tokens: limits.TokenCount | None = 128
     """Maximum tokens per choice, at most the base's context. Generation also ends where the context does. None: as many
     as fit. 0: score the prompt only, with `prompt_logprobs`."""
-    logprobs: LogprobCount | None = None
+    logprobs: limits.LogprobCount | None = None
     """Number of most likely tokens returned with each token's log-probability; None: no log-probabilities."""
-    prompt_logprobs: LogprobCount | None = None
+    prompt_logprobs: limits.LogprobCount | None = None
     """Like `logprobs`, for the prompt's tokens."""
     return_prompt_ids: bool = False
     add_special_tokens: bool = True
     """Add the special tokens that the base expects at the beginning of a text, such as BOS. False: the prompt already
     has them, as a rendered chat does."""
-    seed: Seed | None = None
+    seed: limits.Seed | None = None
     """The same seed gives the same tokens. None: random; the response reports it."""
 
 

@@ -16,29 +16,7 @@ from coserve.core.errors import CoserveError, EngineFault, InternalError, Reques
 from coserve.core.link.channel import Channel
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.ranks.commands import (
-    ENGINE_FAULT,
-    AbandonJob,
-    Advance,
-    Answer,
-    AnyCommand,
-    BuildEngine,
-    Choose,
-    CopySnapshot,
-    DropAdapter,
-    DropJob,
-    Forget,
-    Launch,
-    LoadIntoPages,
-    LoadJob,
-    MeasurePool,
-    Prepare,
-    ReadAdapter,
-    ReadDevice,
-    ReleaseMemory,
-    RunVerb,
-    Stop,
-)
+from coserve.engine.ranks import commands
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
 from coserve.finetune.sessions.followed import FollowedSessions, LoadedSession
@@ -52,7 +30,7 @@ from coserve.model.agreement import FailedTogether
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
 
-Commands = Channel[Answer, AnyCommand]
+Commands = Channel[commands.Answer, commands.AnyCommand]
 
 
 @dataclass(frozen=True)
@@ -73,7 +51,7 @@ class Follower:
 
     def __init__(
         self,
-        commands: Commands,
+        channel: Commands,
         progress: Progress,
         *,
         measure_pool: Callable[[], int],
@@ -85,7 +63,7 @@ class Follower:
         """`measure_pool`: returns the tokens that the page pool could hold; `build`: makes the components, given the
         pool's tokens. `jobs`: most jobs loaded at once. `start_thread` is called first on each thread that reads
         adapters or loads jobs. `outside`: returns the bytes of the GPU taken outside of this process's allocator."""
-        self._commands, self._measure_pool, self._build = commands, measure_pool, build
+        self._commands, self._measure_pool, self._build = channel, measure_pool, build
         self._progress, self._outside = progress, outside
         self._least_outside: int | None = None
         self._built: FollowerParts | None = None
@@ -106,60 +84,60 @@ class Follower:
         """Execute commands. Raises `PeerLost`, and any command's error: the ranks cannot continue then."""
         for number in itertools.count(1):
             command = self._commands.receive()
-            if isinstance(command, Stop):
+            if isinstance(command, commands.Stop):
                 return
-            kind = type(command.verb if isinstance(command, RunVerb) else command).__name__
+            kind = type(command.verb if isinstance(command, commands.RunVerb) else command).__name__
             with self._progress.command(number, kind):
                 self._execute(command)
 
-    def _execute(self, command: AnyCommand) -> None:
+    def _execute(self, command: commands.AnyCommand) -> None:
         match command:
-            case Launch():
+            case commands.Launch():
                 self._launch(self._tables.unpack(command))
-            case Choose(rows, words):
+            case commands.Choose(rows, words):
                 self._choose(Masks.of(rows, words))
-            case Forget(sequence):
+            case commands.Forget(sequence):
                 self._tables.forget(sequence)
                 self._parts.executor.forget(sequence)
-            case Prepare():
+            case commands.Prepare():
                 with torch.no_grad():
                     self._parts.executor.prepare()
-            case LoadIntoPages():
+            case commands.LoadIntoPages():
                 self._load_into_pages(command)
-            case DropAdapter(adapter, in_pages=True):
+            case commands.DropAdapter(adapter, in_pages=True):
                 del self._in_pages[adapter]
                 self._parts.executor.evicted(adapter)
-            case DropAdapter(adapter):
+            case commands.DropAdapter(adapter):
                 self._host.pop(adapter, None)
-            case Advance(load=load, micro_steps=micro_steps):
+            case commands.Advance(load=load, micro_steps=micro_steps):
                 found = self._parts.sessions.attempt(self._job(load), micro_steps)
-                self._commands.send(Answer(command.number, int(found.updated), found.code, found.message))
-            case ReleaseMemory():
+                self._commands.send(commands.Answer(command.number, int(found.updated), found.code, found.message))
+            case commands.ReleaseMemory():
                 self._parts.sessions.release_memory()
-            case RunVerb(load, verb):
+            case commands.RunVerb(load, verb):
                 with suppress(FailedTogether):  # a gathering that failed on some rank: rank 0 reports it
                     self._parts.sessions.run(self._job(load), verb)
-            case CopySnapshot():
+            case commands.CopySnapshot():
                 self._copy_snapshot(command)
-            case AbandonJob(load, how):
+            case commands.AbandonJob(load, how):
                 if how is None:
                     self._parts.sessions.abandon(self._job(load))
                 else:
                     self._parts.sessions.begin_again(self._job(load), how)
-            case DropJob(load):
+            case commands.DropJob(load):
                 self._loads.pop(load).drop()
-            case LoadJob():
+            case commands.LoadJob():
                 self._load_job(command)
-            case ReadAdapter():
+            case commands.ReadAdapter():
                 self._answer(command.number, self._readers, lambda: self._read(command))
-            case MeasurePool():
-                self._commands.send(Answer(command.number, self._measure_pool()))
-            case ReadDevice():
-                self._commands.send(Answer(command.number, self._taken()))
-            case BuildEngine():
+            case commands.MeasurePool():
+                self._commands.send(commands.Answer(command.number, self._measure_pool()))
+            case commands.ReadDevice():
+                self._commands.send(commands.Answer(command.number, self._taken()))
+            case commands.BuildEngine():
                 self._built = self._build(command.tokens)
-                self._commands.send(Answer(command.number))
-            case Stop():
+                self._commands.send(commands.Answer(command.number))
+            case commands.Stop():
                 raise AssertionError("handled by the caller")
             case _:
                 assert_never(command)
@@ -204,11 +182,11 @@ class Follower:
 
     # ---- adapters
 
-    def _read(self, question: ReadAdapter) -> int:
+    def _read(self, question: commands.ReadAdapter) -> int:
         self._host[question.adapter] = self._parts.read(question.adapter, question.digests)
         return 0
 
-    def _load_into_pages(self, command: LoadIntoPages) -> None:
+    def _load_into_pages(self, command: commands.LoadIntoPages) -> None:
         buffer, span = self._parts.kv.buffer, Span(command.first, command.pages, lambda: None)
         buffer.move(command.moved)
         placed = self._in_pages[command.adapter] = copied_into(buffer.of(span), self._host[command.adapter])
@@ -219,11 +197,11 @@ class Follower:
     def _job(self, load: int) -> str:
         return self._loads[load].begin()
 
-    def _load_job(self, question: LoadJob) -> None:
+    def _load_job(self, question: commands.LoadJob) -> None:
         load = self._loads[question.number] = _JobLoad(self._parts.sessions, question.spec)
         self._answer(question.number, self._threads, load.run)
 
-    def _copy_snapshot(self, question: CopySnapshot) -> None:
+    def _copy_snapshot(self, question: commands.CopySnapshot) -> None:
         copy = self._parts.sessions.gathered_copy(self._job(question.load))
 
         def work() -> int:
@@ -241,14 +219,14 @@ class Follower:
 
         def run() -> None:
             try:
-                answer = Answer(number, work())
+                answer = commands.Answer(number, work())
             except CoserveError as error:
-                answer = Answer(number, code=error.code, message=error.message)
+                answer = commands.Answer(number, code=error.code, message=error.message)
             except EngineFault as fault:  # rank 0 ends the engine
-                answer = Answer(number, code=ENGINE_FAULT, message=str(fault))
+                answer = commands.Answer(number, code=commands.ENGINE_FAULT, message=str(fault))
             except Exception as error:  # noqa: BLE001 - rank 0 handles it
                 code = RequestOutOfMemory.code if out_of_memory(error) else InternalError.code
-                answer = Answer(number, code=code, message=f"{type(error).__name__}: {error}")
+                answer = commands.Answer(number, code=code, message=f"{type(error).__name__}: {error}")
             self._commands.send(answer)
 
         threads.submit(run)

@@ -12,17 +12,7 @@ from coserve.core.errors import CoserveError, EngineFault, RequestOutOfMemory, S
 from coserve.core.link.jobs import JobCheckpoint, JobFailed, JobNote, JobProgress, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
-from coserve.engine.ranks.commands import (
-    AbandonJob,
-    Advance,
-    CopySnapshot,
-    DropAdapter,
-    DropJob,
-    LoadJob,
-    ReadAdapter,
-    ReleaseMemory,
-    RunVerb,
-)
+from coserve.engine.ranks import commands
 from coserve.engine.ranks.followers import Answers, Followers, RankLost
 from coserve.finetune.job import LoadedJob
 from coserve.finetune.publication import snapshot_without_memory, unevaluated, waiting_for_disk
@@ -55,11 +45,11 @@ class RankedTrainer(Trainer):
     def load(self, spec: JobSpec, cancellation: Cancellation) -> LoadedJob:
         """See `Trainer.load`. Raises any rank's error, and `EngineFault` unless all ranks continue from the same step.
         If the load has ended and is not committed, `cancellation` frees the followers' memory."""
-        answers = self._followers.ask(LoadJob(spec=spec))
+        answers = self._followers.ask(commands.LoadJob(spec=spec))
 
         def forget() -> None:
             with suppress(RankLost):  # the engine is ending anyway
-                self._followers.send(DropJob(answers.number))
+                self._followers.send(commands.DropJob(answers.number))
 
         try:
             loaded = super().load(spec, cancellation)
@@ -99,7 +89,9 @@ class RankedTrainer(Trainer):
         with ExitStack() as busy:
 
             def ready() -> None:
-                asked.append(busy.enter_context(self._followers.asked(Advance(load=load, micro_steps=micro_steps))))
+                asked.append(
+                    busy.enter_context(self._followers.asked(commands.Advance(load=load, micro_steps=micro_steps)))
+                )
 
             load = self._loads[job]
             own = self.attempt(job, micro_steps, ready)
@@ -107,7 +99,7 @@ class RankedTrainer(Trainer):
         verdict = judge([own, *theirs])
         if verdict.retry:
             how = how_to_retry(verdict, graphs=self.has_graphs)
-            self._followers.send(AbandonJob(self._loads[job], how))
+            self._followers.send(commands.AbandonJob(self._loads[job], how))
             notes = self.retry(job, how)
             if notes or not how.lower:
                 return notes
@@ -132,7 +124,7 @@ class RankedTrainer(Trainer):
             if not self._folder.adapter(ref).is_dir():  # it waits for the disk
                 return publish
             try:
-                self._followers.ask(ReadAdapter(adapter=ref, digests=None)).wait()
+                self._followers.ask(commands.ReadAdapter(adapter=ref, digests=None)).wait()
             except StorageError as error:
                 drop()  # the copies of ranks that succeeded
                 waiting = waiting_for_disk(job, error)
@@ -152,7 +144,7 @@ class RankedTrainer(Trainer):
             return message
 
         def drop() -> None:
-            self._followers.send(DropAdapter(ref))
+            self._followers.send(commands.DropAdapter(ref))
 
         return run
 
@@ -161,10 +153,10 @@ class RankedTrainer(Trainer):
         memory."""
         with gathered(job):
             own = self._begin_snapshot(job)
-        answers = self._followers.ask(CopySnapshot(load=self._loads[job], adapter=own.ref))
+        answers = self._followers.ask(commands.CopySnapshot(load=self._loads[job], adapter=own.ref))
 
         def drop() -> None:
-            self._followers.send(DropAdapter(own.ref))  # on ranks that have one
+            self._followers.send(commands.DropAdapter(own.ref))  # on ranks that have one
 
         def run() -> Callable[[], JobSnapshot | JobNote]:
             try:
@@ -190,20 +182,20 @@ class RankedTrainer(Trainer):
         return run
 
     def release_memory(self) -> bool:
-        self._followers.send(ReleaseMemory())
+        self._followers.send(commands.ReleaseMemory())
         return super().release_memory()
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
         """See `Trainer.abandon`. With several ranks, an update is one slice, so a job is never suspended in one."""
-        self._followers.send(AbandonJob(self._loads[job]))
+        self._followers.send(commands.AbandonJob(self._loads[job]))
         super().abandon(job, finish_update=finish_update)
 
     def drop(self, job: str) -> None:
-        self._followers.send(DropJob(self._loads.pop(job)))
+        self._followers.send(commands.DropJob(self._loads.pop(job)))
         super().drop(job)
 
     def _announce(self, job: str, verb: Verb) -> None:
-        self._followers.send(RunVerb(self._loads[job], verb))
+        self._followers.send(commands.RunVerb(self._loads[job], verb))
 
 
 @contextmanager

@@ -19,17 +19,7 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.types import Wire
 from coserve.workloads.metrics import e2e, ttft
 from coserve.workloads.replay import ReplayResult
-from coserve.workloads.report.tables import (
-    ADAPTER_HEADER,
-    CLASS_HEADER,
-    FAILURE_HEADER,
-    LATENCY_HEADER,
-    adapter_rows,
-    class_rows,
-    failure_rows,
-    latency_rows,
-    totals_rows,
-)
+from coserve.workloads.report import tables
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import Summary
 
@@ -64,25 +54,25 @@ def write_report(folder: Path, run: ReplayResult, summary: Summary, server: str 
     json.write_bytes(msgspec.json.format(content, indent=1))
     picture = plot_png(run, summary)
     plot.write_bytes(picture)
-    tables: dict[str, list[tuple[str, ...]]] = {
-        "Latency of the requests": [LATENCY_HEADER, *latency_rows(summary)],
-        "Totals": list(totals_rows(summary)),
-        "Classes": [CLASS_HEADER, *class_rows(summary)] if len(summary.classes) > 1 else [],
-        "Failures": [FAILURE_HEADER, *failures] if (failures := list(failure_rows(summary))) else [],
-        "Adapters": [ADAPTER_HEADER, *adapter_rows(summary)],
+    shown: dict[str, list[tuple[str, ...]]] = {
+        "Latency of the requests": [tables.LATENCY_HEADER, *tables.latency_rows(summary)],
+        "Totals": list(tables.totals_rows(summary)),
+        "Classes": [tables.CLASS_HEADER, *tables.class_rows(summary)] if len(summary.classes) > 1 else [],
+        "Failures": [tables.FAILURE_HEADER, *failures] if (failures := list(tables.failure_rows(summary))) else [],
+        "Adapters": [tables.ADAPTER_HEADER, *tables.adapter_rows(summary)],
     }
-    html.write_text(page(run, server, tables, picture), encoding="utf-8")
+    html.write_text(page(run, server, shown, picture), encoding="utf-8")
     return [json, plot, html]
 
 
-def page(run: ReplayResult, server: str, tables: Tables, picture: bytes) -> str:
-    """Return the HTML. `tables`: rows of cells by title; in tables of more than two columns the first row is the
+def page(run: ReplayResult, server: str, shown: Tables, picture: bytes) -> str:
+    """Return the HTML. `shown`: rows of cells by title; in tables of more than two columns the first row is the
     header."""
     text = resources.files("coserve").joinpath("assets/report.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     return template.render(
         server=server,
-        tables={title: rows for title, rows in tables.items() if rows},
+        tables={title: rows for title, rows in shown.items() if rows},
         picture=base64.b64encode(picture).decode(),
         settings=_changed(run.scenario),
     )
