@@ -15,10 +15,9 @@ import msgspec
 
 from coserve.core.access.settings import check_host, check_origin, check_secret
 from coserve.core.errors import ConfigError
-from coserve.core.logs.setup import LogSettings
-from coserve.core.options import Bounds, check_options, grouped, option
+from coserve.core.logs import LogSettings
+from coserve.core.options import Bounds, check_options, find_settings, grouped, option
 from coserve.core.processes import usable_cores
-from coserve.core.setting_sources import find_settings
 from coserve.queues.policies.choice import POLICIES, policy_class
 from coserve.queues.policy import NamedPolicy
 

@@ -62,7 +62,7 @@ from coserve.core.types import AdapterRef
 from coserve.lora.files.packed_header import PACKED_FILE
 from coserve.state.folder import DataFolder
 from coserve.workloads.arrivals import Arrivals, Process, arrival_times
-from coserve.workloads.popularity import Popularity, Shape, shares
+from coserve.workloads.distributions import Popularity, Shape, shares
 from coserve.workloads.replay import Sample
 
 FILE, PARTS = "adapters_many.json", ("sat", "ttft", "cold", "uniform")

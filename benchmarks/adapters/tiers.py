@@ -40,7 +40,7 @@ from benchmarks.serving.http_case import FULL as FULL_SIZE
 from benchmarks.serving.http_case import SMALL as SMALL_SIZE
 from benchmarks.serving.http_daemon import LoadProcesses, daemon, import_adapter, soon
 from benchmarks.serving.http_load import LoadRequest
-from coserve.workloads.popularity import Popularity, Shape, choices
+from coserve.workloads.distributions import Popularity, Shape, choices
 
 RANK, RUNNING, LENGTH = 16, 64, 256
 """Requests that the KV cache has room for, and tokens of a prompt and of an answer."""

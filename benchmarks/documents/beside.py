@@ -33,7 +33,7 @@ from coserve.config import Config
 from coserve.core.schemas import JobEvent
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.workloads.arrivals import Process
-from coserve.workloads.lengths import Lengths
+from coserve.workloads.distributions import Lengths
 from coserve.workloads.metrics import Limits, attainment, spread, tpot, ttft
 from coserve.workloads.replay import JobSample, Rest, Sample, replay
 from coserve.workloads.scenario import Finetuning, Scenario

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
-from coserve.workloads.popularity import choices
+from coserve.workloads.distributions import choices
 from coserve.workloads.scenario import Finetuning, Scenario, make_scenario
 from coserve.workloads.synthesis import make_trace
 from coserve.workloads.trace import FinetuneArrival, Repeatable, Trace

@@ -64,9 +64,8 @@ from coserve.kernels.lora.types import VECTOR
 from coserve.lora.files.packed_header import PACKED_FILE
 from coserve.state.folder import DataFolder
 from coserve.workloads.arrivals import Arrivals, Process, arrival_times
-from coserve.workloads.popularity import Popularity, Shape, shares
-from coserve.workloads.provisioning.admission import immediate_admission
-from coserve.workloads.provisioning.servers import Hardware, MoeShape, plan_servers
+from coserve.workloads.distributions import Popularity, Shape, shares
+from coserve.workloads.provisioning import Hardware, MoeShape, immediate_admission, plan_servers
 from coserve.workloads.replay import Sample
 
 RANK, EXPONENT, SEED, REAL, FIRST = 4, 1.2, 7, 2, 1000

@@ -47,7 +47,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.workloads.provisioning.servers import MoeShape
+from coserve.workloads.provisioning import MoeShape
 
 FULL = Shape(24, 2048, 6144, 32, 4, 151936, 8192, "cuda", 256, 8192, 560_000)
 TINY = Shape(2, 32, 48, 4, 2, 256, 256, "cpu", 4, 32, 4096)

@@ -19,7 +19,7 @@ from benchmarks.common.timing import microseconds
 from coserve.kernels.lora.experts.rows import ExpertRows, ends_of, grouped
 from coserve.kernels.lora.experts.slot_terms import DECODING, ExpertSlots, SlotExpertLora, Tiling, add_terms
 from coserve.kernels.lora.types import LoraPair
-from coserve.workloads.provisioning.servers import MoeShape
+from coserve.workloads.provisioning import MoeShape
 
 TILINGS = {
     "used": DECODING,

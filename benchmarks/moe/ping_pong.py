@@ -35,7 +35,7 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from benchmarks.moe.transports import measure_transports
 from benchmarks.moe.ways import ITEM, Way, make_ways
-from coserve.workloads.provisioning.servers import MoeShape
+from coserve.workloads.provisioning import MoeShape
 
 FULL, TINY = MoeShape(48, 2048, 768, 128, 8), MoeShape(2, 32, 16, 4, 2)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -26,8 +26,8 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import Request
-from coserve.workloads.popularity import Popularity, Shape, choices, shares
-from coserve.workloads.provisioning.admission import immediate_admission, least_capacity
+from coserve.workloads.distributions import Popularity, Shape, choices, shares
+from coserve.workloads.provisioning import immediate_admission, least_capacity
 from tests.support.pages import BarePages, FewAdapters
 
 ADAPTERS, LENGTH, REQUESTS, WARM_UP, SEEDS = 512, 40, 6000, 1000, 3

@@ -21,7 +21,7 @@ from benchmarks.common.results import Results
 from benchmarks.common.timing import synchronize
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.setup import LogSettings
+from coserve.core.logs import LogSettings
 from coserve.core.processes import obey_parent, spawn_child
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.engine.lora_server.ipc import Mailboxes
@@ -34,7 +34,7 @@ from coserve.engine.lora_server.messages import (
 )
 from coserve.engine.lora_server.server import connect, take_page
 from coserve.engine.lora_server.transport import EngineTransport, TensorSpec, join_servers, within
-from coserve.workloads.provisioning.servers import MoeShape
+from coserve.workloads.provisioning import MoeShape
 
 GATE_UP, DOWN = "gate_up", "down"
 REPEATS, WARM = 5, 2

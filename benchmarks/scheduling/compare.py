@@ -28,8 +28,8 @@ from coserve.config import Config
 from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import StartJob
 from coserve.core.link.link import ToEngine
+from coserve.core.options import parse_setting
 from coserve.core.sampling import SamplingParams
-from coserve.core.setting_sources import parse_setting
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
 from coserve.engine.job_runner import JobPlaces

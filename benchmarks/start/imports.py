@@ -30,7 +30,7 @@ from benchmarks.common.summary import update_summary
 from benchmarks.serving.http_case import SMALL, model_folder
 from coserve.config import Config, config_to_json
 from coserve.core.processes import PARENT, usable_cores
-from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import WarmUpTask
 from coserve.engine.warmup.workers import ProcessWorker
 
 FILE = "imports.json"

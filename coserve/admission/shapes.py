@@ -32,7 +32,7 @@ ALLOCATION = 512
 SHORT_ROW = 64
 """Tokens of a short row of a cartridge's corpus: a question and its answer."""
 BLOCK = 1 << 23
-"""Elements of a block of `finetune.flat_tensors`, unless a tensor is larger: 32 MiB in fp32."""
+"""Elements of a block of `finetune.host_copy.FlatLayout`, unless a tensor is larger: 32 MiB in fp32."""
 
 
 @dataclass(frozen=True)

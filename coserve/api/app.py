@@ -11,6 +11,7 @@ from functools import cache
 import msgspec
 from aiohttp import web
 
+from coserve.api.access.access import AccessLogger
 from coserve.api.access.handlers import AdminApi
 from coserve.api.anthropic.handlers import AnthropicApi
 from coserve.api.http.bodies import BodyReader
@@ -41,8 +42,7 @@ from coserve.api.tinker.handlers import TinkerApi
 from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi
 from coserve.config import Config
 from coserve.core.garbage import GarbageCollection
-from coserve.core.logs.access import AccessLogger
-from coserve.core.logs.setup import ACCESS
+from coserve.core.logs import ACCESS
 
 CONNECTIONS = web.AppKey("connections", Connections)
 SERVICE = web.AppKey("service", Service)

@@ -41,9 +41,8 @@ from coserve.core.errors import EngineUnavailable
 from coserve.core.health import BaseInfo, EngineRanks, Health
 from coserve.core.link.engine import EngineNotes, EngineReady, EngineRefused, EngineStopped, EngineWarming
 from coserve.core.link.generation import Admitted, RequestFailed, Tokens
-from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused, JobSnapshot
+from coserve.core.link.jobs import CallDone, CallFailed, JobCancelled, JobFailed, JobPaused, JobSnapshot
 from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
-from coserve.core.link.sessions import CallDone, CallFailed
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import NEUTRAL, SamplingDefaults
 from coserve.data.offload.pool import HelperPool

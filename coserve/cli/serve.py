@@ -17,7 +17,7 @@ def _serve(given: dict[str, object]) -> None:
     """Start the daemon. Settings also come from COSERVE_<NAME> and from the TOML file of --config."""
     config = load_config(given)
     from coserve.cli.daemon.serve import serve
-    from coserve.core.logs.setup import set_up_logging
+    from coserve.core.logs import set_up_logging
 
     set_up_logging("api", config.logs)
     for warning in start_warnings(config, given):

@@ -12,8 +12,7 @@ from typing import Any, cast, get_args, get_type_hints
 import typer
 
 from coserve.config import Config
-from coserve.core.options import item_type, plain_type
-from coserve.core.setting_sources import parse_setting, setting_path
+from coserve.core.options import item_type, parse_setting, plain_type, setting_path
 
 POSITIONAL = "positional"
 _SHORT = {"tp": ("-tp",)}

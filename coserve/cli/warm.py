@@ -56,7 +56,7 @@ def _warm(given: dict[str, object]) -> None:
     folder. Needs the GPU that will serve. Settings also come from COSERVE_<NAME> and from the TOML file of --config.
     """
     config = load_config(given)
-    from coserve.core.logs.setup import set_up_logging
+    from coserve.core.logs import set_up_logging
     from coserve.engine.warmup import launch
 
     set_up_logging("warm", config.logs)

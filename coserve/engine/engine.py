@@ -16,9 +16,8 @@ from contextlib import suppress
 from coserve.core.garbage import GarbageCollection
 from coserve.core.link.engine import ALIVE, DropAdapter, EngineStopped, PrefetchAdapter, SetLogLevel, Shutdown
 from coserve.core.link.generation import Admitted, CancelRequest, Generate
-from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, SnapshotDone, StartJob
+from coserve.core.link.jobs import CallSession, CancelJob, OpenSession, PauseJob, ResumeJob, SnapshotDone, StartJob
 from coserve.core.link.link import FromEngine, Link, ToEngine
-from coserve.core.link.sessions import CallSession, OpenSession
 from coserve.core.training.micro_step import MicroStep
 from coserve.engine.gauges import Reports
 from coserve.engine.inbox import Idle, Inbox

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from coserve.admission.memory import HostAdmission
 from coserve.core.link.link import FromEngine, Link, ToEngine
 from coserve.core.link.stats import EngineStats
-from coserve.core.logs.throttled import ThrottledLog
-from coserve.engine.device_memory import DeviceMemory
+from coserve.core.logs import ThrottledLog
+from coserve.engine.job_memory import DeviceMemory
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters
 from coserve.engine.stalls import Stalls

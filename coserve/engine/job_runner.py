@@ -12,16 +12,14 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from coserve.admission.memory import HostAdmission
-from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused
+from coserve.core.link.jobs import CallSession, JobCancelled, JobFailed, JobPaused
 from coserve.core.link.link import FromEngine
-from coserve.core.link.sessions import CallSession
 from coserve.core.training.calls import SessionSpec
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef
 from coserve.engine.active_job import ActiveJob
-from coserve.engine.device_memory import DeviceMemory
-from coserve.engine.job_admission import JobAdmission
+from coserve.engine.job_memory import DeviceMemory, JobAdmission
 from coserve.engine.ports import Trains
 from coserve.engine.run_job import JobRun, JobServices, job_failed
 from coserve.engine.run_session import Calls, SessionRun

@@ -23,15 +23,15 @@ from coserve.core.errors import AdapterNotFound, UnsupportedBase
 from coserve.core.gpu_memory import MemoryModel
 from coserve.core.processes import free_memory, same_bits_in_any_batch, usable_cores, usable_memory
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.device_memory import DeviceMemory, Fixed
+from coserve.engine.job_memory import DeviceMemory, Fixed
 from coserve.engine.lora_server.start import make_servers
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.conditions import conditions_of
-from coserve.engine.warmup.gpu import CONTEXT_BYTES
+from coserve.engine.warmup.key import CONTEXT_BYTES
 from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.memory_limits import BatchLimits
 from coserve.finetune.memory_profiling import keep_graph_bytes, plan_memory
-from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.generate.execution.graph_sizes import padded_step
 from coserve.generate.execution.start import ExecutorStart, make_start

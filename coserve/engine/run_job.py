@@ -23,7 +23,7 @@ from coserve.core.link.jobs import JobCheckpoint, JobFailed, JobPaused, JobSnaps
 from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.engine.active_job import ActiveJob, Samples, Stopped
-from coserve.engine.job_admission import JobAdmission
+from coserve.engine.job_memory import JobAdmission
 from coserve.engine.ports import Trains
 from coserve.state.retries import FOR_EVER, Retries
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from coserve.core.errors import CoserveError
-from coserve.core.link.sessions import CallDone, CallFailed, CallSession
+from coserve.core.link.jobs import CallDone, CallFailed, CallSession
 from coserve.core.training.calls import Compute, SaveAdapter, SaveState, SessionSpec, Step
 from coserve.core.training.schemas import OptimStepRequest
 from coserve.engine.active_job import ActiveJob

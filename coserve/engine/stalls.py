@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from coserve.core.link.stats import STALL_BUCKETS, StallCounts
-from coserve.core.logs.throttled import ThrottledLog
+from coserve.core.logs import ThrottledLog
 
 log = logging.getLogger(__name__)
 

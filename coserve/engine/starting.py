@@ -17,7 +17,7 @@ from coserve.core.cancellation import cancel_all
 from coserve.core.link.channel import AsyncChannel
 from coserve.core.link.engine import EngineWarming, Shutdown
 from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
-from coserve.engine.warmup.messages import Progress, WarmUpTask
+from coserve.engine.warmup.parts import Progress, WarmUpTask
 
 COMPILES = "compiling kernels"
 WAITS = "waiting for another daemon, which compiles into the same cache folder"

@@ -21,8 +21,7 @@ from coserve.core.garbage import GarbageCollection, freeze_and_disable
 from coserve.core.link.channel import engine_end
 from coserve.core.link.engine import EngineReady, EngineRefused, EngineStopped
 from coserve.core.link.link import FromEngine, Link, ToEngine
-from coserve.core.logs.format import log_event
-from coserve.core.logs.setup import set_up_logging
+from coserve.core.logs import log_event, set_up_logging
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.engine import Engine
 from coserve.engine.job_runner import JobPlaces
@@ -31,7 +30,7 @@ from coserve.engine.parts import EXACT_THREADS, EngineParts, choose_threads, set
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
 from coserve.engine.ranks.executor import FollowersCopies, FollowersMemory, RankedExecutor, load_on_all
 from coserve.engine.ranks.followers import Answers, Followers
-from coserve.engine.ranks.own_rank import OwnRank
+from coserve.engine.ranks.progress import OwnRank
 from coserve.engine.ranks.serve import exit_now, load_ranked_base, watched
 from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
@@ -40,8 +39,7 @@ from coserve.engine.starting import EndedAtStart, StartProgress, follow, until_s
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
 from coserve.engine.warmup.launch import StartedWarmUp
-from coserve.engine.warmup.messages import WarmUpTask
-from coserve.engine.warmup.parts import units
+from coserve.engine.warmup.parts import WarmUpTask, units
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
 from coserve.generate.grammars import Grammars

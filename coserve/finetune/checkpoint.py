@@ -1,4 +1,5 @@
-"""Checkpoint files of a job: fp32 weights and optimizer moments (safetensors), and progress (JSON).
+"""Checkpoint files of a job, and saved states of clients' sessions: fp32 weights and optimizer moments (safetensors),
+and progress, or base and LoRA settings (JSON).
 
 No random-generator state is saved: data order, dropout and initial weights are functions of the job's seed.
 """
@@ -11,21 +12,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coserve.core.errors import CheckpointUnreadable, StorageError
+from coserve.admission.optimizers import WEIGHTS
+from coserve.core.errors import CheckpointUnreadable, InvalidRequest, StorageError
 from coserve.core.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
+from coserve.core.training.calls import SaveState, SessionSpec
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import Optimizer
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import BaseSpec, Wire
 from coserve.core.validation import decode_json
+from coserve.finetune.lora_tensors import refuse_non_finite
+from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.lora.store.tensor_writer import write_tensors
 from coserve.state.durable import remove_dir, replace_dir, safetensors_errors, sweep
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
+from coserve.state.session_states import SessionState, read_state, write_state
 
 log = logging.getLogger(__name__)
 
@@ -109,3 +116,49 @@ def _deletions(job: str) -> Iterator[None]:
         yield
     except StorageError as error:
         log.warning("job %s: old checkpoints stay for now: %s", job, error.message)
+
+
+def save_state(
+    folder: DataFolder, call: SaveState, spec: SessionSpec, base: BaseSpec, step: int, tensors: Mapping[str, Tensor]
+) -> None:
+    """Write a state; it is durable on return. Raises `NonFiniteLoss`, `StorageError`."""
+    weights = (tensors[name] for name in tensors if name.startswith(f"{WEIGHTS.name}/"))
+    refuse_non_finite(weights, torch.float32)
+    state = SessionState(
+        base=base.name,
+        base_fingerprint=base.fingerprint,
+        lora=spec.lora,
+        seed=spec.training.seed,
+        step=step,
+        project=call.project,
+    )
+    with replace_dir(folder.session_state(call.run, call.name), point="checkpoint") as target:
+        write_tensors(target / CHECKPOINT_TENSORS, tensors)
+        write_state(target / CHECKPOINT_STATE, state)
+
+
+def load_state(folder: DataFolder, spec: SessionSpec, base: BaseSpec, optimizer: AdapterOptimizer) -> int:
+    """Load the state that `spec` names into the optimizer; return the number of optimizer steps done. Without
+    `with_optimizer` the moments and the step count are zero.
+
+    Raises `NotFound`, `InvalidRequest` for a state of another base or shape, `CheckpointUnreadable`, `StorageError`.
+    """
+    assert spec.state is not None, "expected the name of a state"
+    state = read_state(folder, *spec.state)
+    if state.base_fingerprint != base.fingerprint:
+        raise InvalidRequest(f"expected a state of {base.name}, got one of {state.base}", field="path")
+    path = folder.session_state(*spec.state) / CHECKPOINT_TENSORS
+    try:
+        with safetensors_errors(path):
+            tensors: dict[str, Tensor] = load_file(path)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise CheckpointUnreadable("a file of the saved state is damaged") from error
+    steps = state.step if spec.with_optimizer else 0
+    if not spec.with_optimizer:
+        weights = f"{WEIGHTS.name}/"
+        tensors = {
+            name: own if name.startswith(weights) else own.new_zeros(()).expand(own.shape)
+            for name, own in tensors.items()
+        }
+    optimizer.restore(tensors, steps=steps)
+    return steps

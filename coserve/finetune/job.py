@@ -10,7 +10,7 @@ from torch import Tensor
 from coserve.core.link.jobs import JobStarted
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.loop import TrainingLoop
-from coserve.finetune.passes.mixing import Size
+from coserve.finetune.memory_limits import Size
 from coserve.finetune.publication import JobSnapshots
 from coserve.finetune.sessions.session import Event
 from coserve.finetune.sessions.trainee import Trainee

@@ -28,7 +28,6 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import DpoLoss
 from coserve.data.corpus.batch import Batch
 from coserve.data.documents.encoder import memory_ids
-from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.encoder import encoded_positions
 from coserve.finetune.ends import EndPass
 from coserve.finetune.layers.compiled import CompiledLayerPass, levels_of, takes
@@ -38,7 +37,7 @@ from coserve.finetune.layers.interface import LayerPass, LayerTensors
 from coserve.finetune.losses import chunked
 from coserve.finetune.losses.loss import NLL, Loss
 from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
-from coserve.finetune.packed_rows import PackedRows
+from coserve.finetune.packed_rows import EmbeddingNoise, PackedRows, add_noise
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.prefixed import EncodedAttention, PrefixedAttention

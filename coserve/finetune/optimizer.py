@@ -21,8 +21,7 @@ from coserve.core.training.schemas import OptimStepRequest
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import BaseSpec
 from coserve.finetune.dora_scales import SITES_AT_ONCE, DoraScales, RowNorms
-from coserve.finetune.flat_tensors import FlatLayout
-from coserve.finetune.host_copy import GatheredCopy, HostCopy
+from coserve.finetune.host_copy import FlatLayout, GatheredCopy, HostCopy
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.update_rules.paged import PagedMoments, Rows, fill
 from coserve.finetune.update_rules.rules import AdamW, UpdateRule, WeightRange, make_rule

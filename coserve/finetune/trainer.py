@@ -20,6 +20,7 @@ from coserve.core.types import AdapterRef
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.encoder import encoded_tokens
+from coserve.finetune.checkpoint import load_state, save_state
 from coserve.finetune.encoder import beside, encode
 from coserve.finetune.init import first_cartridge
 from coserve.finetune.job import LoadedJob, TrainingJob
@@ -28,9 +29,8 @@ from coserve.finetune.layers.compiled import uncompiled
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.publication import Published, Snapshot, publication, publish_adapter, snapshot
 from coserve.finetune.sessions.client import ClientTrainee, Work, work_of
-from coserve.finetune.sessions.outcome import Retry
 from coserve.finetune.sessions.sessions import Sessions, TrainerSettings
-from coserve.finetune.sessions.states import load_state, save_state
+from coserve.finetune.sessions.trainee import Retry
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_RANK, MAX_ROWS
-from coserve.workloads.lengths import FIRST_ID
+from coserve.workloads.distributions import FIRST_ID
 
 MAX_REQUESTS = 10_000_000
 """Maximum expected requests of a workload."""

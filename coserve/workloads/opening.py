@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from coserve.core.errors import InvalidRequest
 from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
-from coserve.workloads.lengths import Lengths
-from coserve.workloads.popularity import Shape
+from coserve.workloads.distributions import Lengths, Shape
 from coserve.workloads.recordings import first_request, open_source, trace_format
 from coserve.workloads.scenario import Finetuning, Scenario, TraceFormat, make_scenario
 from coserve.workloads.synthesis import make_trace

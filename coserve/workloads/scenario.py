@@ -16,13 +16,11 @@ from typing import Any
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.names import NAME_RULE, is_name
-from coserve.core.options import grouped, option
-from coserve.core.setting_sources import parse_setting, read_settings
+from coserve.core.options import grouped, option, parse_setting, read_settings
 from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.arrivals import Arrivals, Pattern, Process
 from coserve.workloads.bounds import SETTINGS, check_bounds
-from coserve.workloads.lengths import FIRST_ID, Lengths
-from coserve.workloads.popularity import Popularity, Shape
+from coserve.workloads.distributions import FIRST_ID, Lengths, Popularity, Shape
 
 
 @dataclass(frozen=True)

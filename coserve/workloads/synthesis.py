@@ -13,9 +13,8 @@ from coserve.core.errors import EmptyCorpus, InvalidRequest
 from coserve.core.types import SloClass
 from coserve.workloads.arrivals import arrival_times
 from coserve.workloads.bounds import MAX_REQUESTS, MAX_TRAINING_ROWS, check_total
+from coserve.workloads.distributions import Lengths, block_tokens, choices, draw_length, random_tokens, shares
 from coserve.workloads.formats import Recorded
-from coserve.workloads.lengths import Lengths, block_tokens, draw_length, random_tokens
-from coserve.workloads.popularity import choices, shares
 from coserve.workloads.recordings import Content, Source
 from coserve.workloads.scenario import Finetuning, Scenario
 from coserve.workloads.trace import Arrival, FinetuneArrival, PromptArrival, Repeatable, Trace

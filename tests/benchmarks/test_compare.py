@@ -11,7 +11,7 @@ import pytest
 from benchmarks.scheduling.compare import policy_of, row
 from coserve.config import Config
 from coserve.queues.policies.choice import POLICIES
-from coserve.workloads.lengths import Lengths
+from coserve.workloads.distributions import Lengths
 from coserve.workloads.scenario import Finetuning, Scenario
 from coserve.workloads.synthesis import make_trace
 from tests.support import fake_ports

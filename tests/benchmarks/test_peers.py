@@ -25,7 +25,7 @@ from benchmarks.peers.equal_loads import EqualLoads
 from benchmarks.peers.processes import module, running, training, wait_ready
 from benchmarks.peers.systems import Place, make_adapters, mps, peer_about, vllm_options
 from benchmarks.serving.http_case import RANK, SMALL, model_folder
-from coserve.workloads.lengths import Lengths
+from coserve.workloads.distributions import Lengths
 from coserve.workloads.opening import open_workload
 from coserve.workloads.scenario import Finetuning
 from coserve.workloads.trace import Trace, load_trace, save_trace

@@ -16,10 +16,9 @@ from coserve.config import Config, config_from_json
 from coserve.core.link.channel import Channel, frame
 from coserve.engine.starting import COMPILES, DIED, WAITS, follow
 from coserve.engine.warmup import launch
-from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu
-from coserve.engine.warmup.key import ASSEMBLER, CACHES
+from coserve.engine.warmup.key import ASSEMBLER, CACHES, CONTEXT_BYTES, Gpu
 from coserve.engine.warmup.launch import CAPTURABLE, base_bytes, plan_warm_up, use_caches
-from coserve.engine.warmup.messages import Progress, WarmUpTask
+from coserve.engine.warmup.parts import Progress, WarmUpTask
 from coserve.kernels.lora.backend import BACKENDS, make_backend
 from tests.support.model_folder import make_model_folder
 

@@ -29,8 +29,7 @@ from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.finetune.losses.loss import Ppo
 from coserve.finetune.memory_limits import StepRecompute
-from coserve.finetune.sessions.session import TrainingSession
-from coserve.finetune.sessions.verbs import ForwardBackward
+from coserve.finetune.sessions.session import ForwardBackward, TrainingSession
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.lora.store.store import AdapterStore

@@ -35,7 +35,7 @@ from coserve.core.link.jobs import (
 from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import LoraSettings
-from coserve.engine.device_memory import DeviceMemory, Fixed
+from coserve.engine.job_memory import DeviceMemory, Fixed
 from coserve.engine.job_runner import JobPlaces, JobRunner
 from coserve.memory.allocator import Reading
 from coserve.queues.policies.paper import Ets

@@ -12,8 +12,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.engine.warming import layer_measurements
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
-from coserve.engine.warmup.messages import WarmUpTask
-from coserve.engine.warmup.parts import TRAINING_LAYERS
+from coserve.engine.warmup.parts import TRAINING_LAYERS, WarmUpTask
 from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.memory_profiling import Conditions
 from coserve.kernels.lora.backend import choose_backend

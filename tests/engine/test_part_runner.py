@@ -19,8 +19,7 @@ from coserve.engine.warming.compilations import Compilations, watch_layers
 from coserve.engine.warming.part_runner import PartRunner
 from coserve.engine.warming.step_mixes import Mix, first_steps, step_mixes
 from coserve.engine.warming.worker import load_few_layers, use_gpu
-from coserve.engine.warmup.messages import WarmUpTask
-from coserve.engine.warmup.parts import GEMMS, LAYERS, gpu_of
+from coserve.engine.warmup.parts import GEMMS, LAYERS, WarmUpTask, gpu_of
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
 from coserve.finetune.micro_batch import MicroBatchRunner, MicroSteps
 from coserve.finetune.optimizer import AdapterOptimizer

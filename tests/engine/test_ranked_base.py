@@ -15,7 +15,7 @@ from coserve.config import Config
 from coserve.core.errors import ConfigError
 from coserve.core.ranks import RankPlace, board_bytes
 from coserve.engine.ranks import serve
-from coserve.engine.ranks.own_rank import OwnRank
+from coserve.engine.ranks.progress import OwnRank
 from coserve.model.parallel.mesh import LoneRank, Mesh
 
 

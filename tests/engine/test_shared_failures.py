@@ -12,7 +12,7 @@ from coserve.core.link.jobs import JobFailed, JobSucceeded, StartJob
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
 from coserve.engine.job_runner import JobPlaces
-from coserve.finetune.passes.mixing import BatchLimits
+from coserve.finetune.memory_limits import BatchLimits
 from coserve.queues.policy import Decision, Train, View, Wait
 from tests.support.fake_ports import FREE, FakeGenerator, Inline, Meter
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base

@@ -20,7 +20,7 @@ from coserve.config import Config
 from coserve.core.errors import ConfigError, StartupError, StorageBusy
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.lora_servers import ListenerSettings
-from coserve.core.logs.setup import LogSettings
+from coserve.core.logs import LogSettings
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader, PairsRuns

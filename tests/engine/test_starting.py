@@ -19,7 +19,7 @@ from coserve.core.health import Warming
 from coserve.core.link.engine import EngineWarming, Shutdown
 from coserve.core.link.link import FromEngine, ToEngine
 from coserve.engine import parts as parts_module
-from coserve.engine.device_memory import DeviceMemory
+from coserve.engine.job_memory import DeviceMemory
 from coserve.engine.parts import EngineParts, PoolSize
 from coserve.engine.starting import CAPTURING, LOADING, EndedAtStart, StartProgress, follow, until_shutdown
 from coserve.engine.worker import build_engine

@@ -15,8 +15,7 @@ from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, LinearBytes, Tr
 from coserve.engine.parts import EngineParts
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.compiled import make_training_layers
-from coserve.engine.warmup.messages import WarmUpTask
-from coserve.engine.warmup.parts import TRAINING_LEVELS
+from coserve.engine.warmup.parts import TRAINING_LEVELS, WarmUpTask
 from coserve.memory.profile import save_layer_costs
 from coserve.model.agreement import FailedTogether
 from tests.support.gpu_memory import COSTS

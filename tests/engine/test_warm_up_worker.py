@@ -18,7 +18,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.core.link.channel import Channel, frame
 from coserve.core.link.link import PeerLost
 from coserve.engine.warming import worker
-from coserve.engine.warmup.messages import PartReport, WarmUpTask
+from coserve.engine.warmup.parts import PartReport, WarmUpTask
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,10 @@ from coserve.core.training.step_metrics import Rewards
 from coserve.core.types import AdapterRef
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.losses.loss import Loss
+from coserve.finetune.memory_limits import BatchLimits
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
-from coserve.finetune.passes.mixing import BatchLimits
 from coserve.lora.files.record import record_adapter
 from coserve.lora.store.files import save_adapter
 from coserve.model.base import Base

@@ -11,12 +11,11 @@ from torch import Tensor
 from coserve.core.training.settings import DpoLoss, TrainingSettings
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import corpus_batch
-from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.init import new_adapter
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_jobs, pack_rows
+from coserve.finetune.packed_rows import EmbeddingNoise, add_noise, pack_jobs, pack_rows
 from tests.support.finetuning import CPU, random_corpus, random_pairs, tiny_base
 from tests.support.lora_backends import lora_of
 from tests.support.tiny_models import tiny_model

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.finetune.flat_tensors import ALIGNED, FlatLayout
-from coserve.finetune.host_copy import HostCopy
+from coserve.finetune.host_copy import ALIGNED, FlatLayout, HostCopy
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.sampled_from([64, 192, 1 << 20]))

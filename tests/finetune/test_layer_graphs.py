@@ -16,7 +16,7 @@ from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.layers.graphs import MOST_RELEASES, LayerGraphs
-from coserve.finetune.passes.mixing import BatchLimits
+from coserve.finetune.memory_limits import BatchLimits
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from coserve.core.gpu_memory import Kept
-from coserve.finetune.costs.layer_times import REPEATS, LayerTimer
+from coserve.engine.warming.layer_measurements import REPEATS, LayerTimer
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.kernels.gpu.launcher import launch_nothing
 from coserve.model.layers import LayerCut

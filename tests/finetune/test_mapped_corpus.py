@@ -14,9 +14,8 @@ from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.errors import CheckpointUnreadable
 from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.batch_plan import BatchPlan
-from coserve.data.corpus.mapped import file_digest
 from coserve.data.corpus.staging import CorpusWriter
-from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.tokenized import Corpus, file_digest
 from tests.support.finetuning import random_corpus, random_pairs
 
 READ = """

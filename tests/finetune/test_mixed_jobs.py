@@ -19,10 +19,10 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import Schedule
 from coserve.core.types import AdapterRef
 from coserve.data.corpus.tokenized import Corpus
+from coserve.finetune.memory_limits import BatchLimits, Size, companions
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes import training_pass
-from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.files.record import record_adapter

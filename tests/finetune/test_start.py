@@ -12,7 +12,7 @@ from coserve.core.errors import JobOutOfMemory, NonFiniteLoss
 from coserve.core.link.jobs import JobNote, JobSucceeded
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.finetune.sessions.outcome import PEER_FAILED, Outcome, Verdict, judge
+from coserve.finetune.sessions.trainee import PEER_FAILED, Outcome, Verdict, judge
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
 from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus, tiny_base

@@ -13,7 +13,7 @@ from coserve.admission.micro_batch import ROWS, MicroBatchShape, lora_layers, mi
 from coserve.admission.shapes import lora_shapes
 from coserve.core.gpu_memory import Kept, TrainingCosts
 from coserve.core.types import LoraSettings
-from coserve.finetune.costs.layer_times import LayerTimer
+from coserve.engine.warming.layer_measurements import LayerTimer
 from coserve.finetune.costs.training_costs import measure_levels
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler

@@ -19,9 +19,9 @@ from coserve.queues.costs import (
     Predictors,
     Regression,
     Risk,
+    SlidingQuantile,
 )
 from coserve.queues.shapes import STEP_FEATURES, StepShape
-from coserve.queues.sliding import SlidingQuantile
 
 seconds = st.floats(1e-4, 1.0)
 outliers = st.floats(0.0, 1e9)

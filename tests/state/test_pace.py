@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coserve.core.training.jobs import JobState
-from coserve.state.registry.pace import WINDOW, Pace
+from coserve.state.registry.records import WINDOW, Pace
 from coserve.state.registry.registry import Registry
 from tests.support.records import make_job, make_metrics
 

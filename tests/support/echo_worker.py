@@ -13,7 +13,7 @@ import msgspec
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.processes import obey_parent
-from coserve.engine.warmup.messages import PartReport, WarmUpTask
+from coserve.engine.warmup.parts import PartReport, WarmUpTask
 
 
 def main() -> None:

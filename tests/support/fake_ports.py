@@ -34,7 +34,7 @@ from coserve.core.link.stats import AllocatorStats, TrainingBatches
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
-from coserve.finetune.passes.mixing import BatchLimits, Size, companions
+from coserve.finetune.memory_limits import BatchLimits, Size, companions
 from coserve.generate.plan import Ran, Scheduled, step_shape
 from coserve.generate.schedule import Scheduler
 from coserve.lora.store.pages import Activated

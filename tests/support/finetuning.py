@@ -26,8 +26,8 @@ from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.memory_limits import BatchLimits
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.sessions.followed import FollowedSessions
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.finetune.trainer import Trainer

@@ -19,8 +19,8 @@ from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import AdapterRef, Slo
-from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.engine import Engine
+from coserve.engine.job_memory import DeviceMemory
 from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import Mark, Marks
 from coserve.queues.policies.slack import Slack

@@ -17,7 +17,7 @@ import torch
 
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.setup import LogSettings
+from coserve.core.logs import LogSettings
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
 from coserve.engine.lora_server.ipc import mailbox_sizes

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from coserve.core.errors import InvalidRequest
 from coserve.workloads.arrivals import Arrivals, Pattern, Process, arrival_times
-from coserve.workloads.popularity import Popularity, Shape, choices, shares
+from coserve.workloads.distributions import Popularity, Shape, choices, shares
 
 RATES = st.floats(0.1, 50)
 ARRIVALS = st.builds(Arrivals, process=st.sampled_from(Process), rate=RATES, cv=st.floats(0.3, 3))

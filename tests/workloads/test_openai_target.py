@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from coserve.workloads.distributions import Lengths
 from coserve.workloads.gauges import read_snapshot
-from coserve.workloads.lengths import Lengths
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import ReplayResult, Rest, replay
 from coserve.workloads.scenario import Scenario

@@ -17,15 +17,17 @@ from typer.testing import CliRunner
 from coserve.cli.app import app
 from coserve.cli.node.plan import read_shape
 from coserve.core.errors import InvalidRequest
-from coserve.workloads.popularity import Popularity, Shape, shares
-from coserve.workloads.provisioning.admission import (
+from coserve.workloads.distributions import Popularity, Shape, shares
+from coserve.workloads.provisioning import (
+    Hardware,
+    MoeShape,
     below_without_each,
     immediate_admission,
     least_capacity,
     occupied,
+    plan_servers,
     residency,
 )
-from coserve.workloads.provisioning.servers import Hardware, MoeShape, plan_servers
 from tests.support.examples import examples
 
 QWEN = MoeShape(layers=48, hidden=2048, inner=768, experts=128, chosen=8)

@@ -16,10 +16,9 @@ from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow
 from coserve.data.corpus.rows import parse_row
 from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
-from coserve.workloads.lengths import Lengths
+from coserve.workloads.distributions import Lengths, Shape
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.opening import open_workload
-from coserve.workloads.popularity import Shape
 from coserve.workloads.scenario import Finetuning, Scenario
 from coserve.workloads.synthesis import make_trace
 from coserve.workloads.trace import Arrival, Repeatable, Trace, count, load_trace, save_trace

@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 from coserve.cli import app
 from coserve.cli.app import run as command_line
 from coserve.core.errors import ConfigError, InvalidRequest
-from coserve.core.setting_sources import parse_setting
+from coserve.core.options import parse_setting
 from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bounds import SETTINGS
 from coserve.workloads.bundled import bundled_rows
-from coserve.workloads.lengths import Lengths
+from coserve.workloads.distributions import Lengths, Shape
 from coserve.workloads.opening import all_rules, open_workload, unused_settings
-from coserve.workloads.popularity import Shape
 from coserve.workloads.scenario import (
     PRESETS,
     Finetuning,

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from functools import partial
 
 from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
 
 from coserve.api.access.keys import KeyRing, key_view
 from coserve.api.access.quotas import Quotas
@@ -17,7 +18,7 @@ from coserve.api.metrics.traces import PARENT, parent
 from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.access.schemas import CreateKey, NewKey, Quota
 from coserve.core.errors import EngineUnavailable, MissingScope
-from coserve.core.logs.access import PRINCIPAL
+from coserve.core.logs import log_event
 from coserve.state.files import FileStore
 from coserve.state.registry.access import KeyRecord
 from coserve.state.registry.registry import Registry
@@ -156,3 +157,29 @@ def _authorization(request: web.Request) -> str:
     removed here."""
     key = request.headers.get("X-API-Key")
     return request.headers.get("Authorization", "") if key is None else f"Bearer {key.removeprefix('tml-')}"
+
+
+PRINCIPAL = web.RequestKey("principal", Principal)
+"""The principal of the request, set by the gate."""
+
+
+class AccessLogger(AbstractAccessLogger):
+    """Logs method, path without query, status, bytes, seconds, peer, the response's `X-Request-Id`, and the project and
+    the id of the API key if the request had one."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        found = request.get(PRINCIPAL)
+        key = None if found is None else found.key or None
+        log_event(
+            self.logger,
+            "answered",
+            method=request.method,
+            path=request.path,
+            status=response.status,
+            bytes=response.body_length,
+            seconds=round(time, 6),
+            peer=request.remote,
+            request=response.headers.get("X-Request-Id"),
+            project=None if found is None or key is None else found.project,
+            key=key,
+        )

@@ -23,7 +23,7 @@ from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.security import Handler
 from coserve.core.errors import TooManyConnections
 from coserve.core.garbage import IDLE, GarbageCollection
-from coserve.core.logs.throttled import ThrottledLog
+from coserve.core.logs import ThrottledLog
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from coserve.api.http.route import Route, Schema
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
 from coserve.core.errors import CoserveError, InvalidRequest, NotFound
-from coserve.core.link.sessions import CallDone
+from coserve.core.link.jobs import CallDone
 from coserve.core.training import schemas
 from coserve.core.training.calls import Compute, Step
 from coserve.core.types import LoraSettings

@@ -16,9 +16,18 @@ from coserve.core import errors
 from coserve.core.access.principal import principal
 from coserve.core.limits import MAX_RANK
 from coserve.core.link.engine import DropAdapter
-from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobStarted, JobWaiting
+from coserve.core.link.jobs import (
+    CallDone,
+    CallFailed,
+    CallSession,
+    CancelJob,
+    JobCancelled,
+    JobFailed,
+    JobStarted,
+    JobWaiting,
+    OpenSession,
+)
 from coserve.core.link.link import FromEngine
-from coserve.core.link.sessions import CallDone, CallFailed, CallSession, OpenSession
 from coserve.core.names import NAME_RULE, is_name
 from coserve.core.training.calls import Call, SaveAdapter, SaveState, SessionSpec
 from coserve.core.training.settings import TrainingSettings

@@ -16,7 +16,7 @@ from coserve.core.errors import CoserveError, StartupError, error_from_code
 from coserve.core.link.channel import api_end
 from coserve.core.link.engine import EngineReady, EngineRefused, EngineWarming, Shutdown
 from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
-from coserve.core.logs.format import log_event
+from coserve.core.logs import log_event
 from coserve.core.processes import is_stopped, signal_child, start_child
 from coserve.core.ranks import HEARTBEAT, SILENCE
 

@@ -27,7 +27,7 @@ from coserve.core.errors import CoserveError, error_from_code
 from coserve.core.health import RankInfo
 from coserve.core.link.channel import AsyncChannel
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.format import log_event
+from coserve.core.logs import log_event
 from coserve.core.processes import how_ended, is_stopped, signal_child, start_child
 from coserve.state.folder import DataFolder
 

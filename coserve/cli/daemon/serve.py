@@ -31,7 +31,7 @@ from coserve.cli.status_lines import address
 from coserve.config import Config
 from coserve.core.errors import PortInUse, StartupError
 from coserve.core.health import EngineStatus, Warming
-from coserve.core.logs.format import log_event
+from coserve.core.logs import log_event
 from coserve.data.pretrained.source import check_source
 from coserve.state.folder import DataFolder
 from coserve.state.running import RunningDaemon, announced, running

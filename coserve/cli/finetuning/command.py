@@ -25,8 +25,8 @@ from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.core.errors import CorpusError
 from coserve.core.schemas import Preparing
 from coserve.core.training.settings import Optimizer
-from coserve.data.corpus.any_format import json_lines
 from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.conversion import json_lines
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import choose_columns
 

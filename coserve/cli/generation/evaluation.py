@@ -18,8 +18,8 @@ from coserve.cli.finetuning.settings import ColumnNames, column_names
 from coserve.client import AsyncClient
 from coserve.core.errors import EmptyCorpus
 from coserve.core.schemas import EvalScore
-from coserve.data.corpus.any_format import json_lines
 from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.conversion import json_lines
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
 

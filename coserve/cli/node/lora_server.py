@@ -17,7 +17,7 @@ import typer
 
 from coserve.core.errors import StartupError
 from coserve.core.link.lora_servers import REFUSED, ListenerSettings, socket_path
-from coserve.core.logs.setup import LogSettings, set_up_logging
+from coserve.core.logs import LogSettings, set_up_logging
 from coserve.core.processes import how_ended, start_child
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from rich.table import Table
 from coserve.cli.common import AsJson, print_json
 from coserve.core.errors import InvalidRequest
 from coserve.core.types import DEFAULT_RANK
-from coserve.workloads.popularity import Popularity, Shape, shares
-from coserve.workloads.provisioning.admission import immediate_admission, least_capacity
-from coserve.workloads.provisioning.servers import Hardware, MoeShape, plan_servers
+from coserve.workloads.distributions import Popularity, Shape, shares
+from coserve.workloads.provisioning import Hardware, MoeShape, immediate_admission, least_capacity, plan_servers
 
 GB = 1e9
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from coserve.core.link import engine, jobs
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
-from coserve.core.link.sessions import CallDone, CallFailed, CallSession, OpenSession
+from coserve.core.link.jobs import CallDone, CallFailed, CallSession, OpenSession
 from coserve.core.link.stats import EngineStats
 
 ToEngine = (

@@ -18,7 +18,7 @@ from msgspec import Struct
 from coserve import __version__
 from coserve.core.link.channel import frame
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.setup import LogSettings
+from coserve.core.logs import LogSettings
 
 PROTOCOL = 3
 """Number of the messages between an engine and a LoRA server, and of the way their tensors go. Raise it with every

@@ -30,8 +30,6 @@ from coserve.core.schemas.documents import (
     DocumentSettings,
     UserQuestion,
 )
-from coserve.core.schemas.errors import ErrorBody, ErrorInfo
-from coserve.core.schemas.evaluation import EvalRequest, EvalResult, EvalScore
 from coserve.core.schemas.generation import (
     CachedTokens,
     Choice,
@@ -50,6 +48,9 @@ from coserve.core.schemas.generation import (
 from coserve.core.schemas.jobs import (
     ROWS,
     DeletedJob,
+    EvalRequest,
+    EvalResult,
+    EvalScore,
     EventLevel,
     EventType,
     FinetuneRequest,
@@ -63,7 +64,7 @@ from coserve.core.schemas.jobs import (
     SubmissionEvent,
     ValidationRows,
 )
-from coserve.core.schemas.service import STREAM_END, History, HistoryPoint, Pointers
+from coserve.core.schemas.service import STREAM_END, ErrorBody, ErrorInfo, History, HistoryPoint, Pointers
 
 __all__ = [
     "Adapter",

@@ -1,4 +1,4 @@
-"""Schemas of fine-tuning jobs: the request, the job's state, its events."""
+"""Schemas of fine-tuning jobs: the request, the job's state, its events, and an adapter's measures on held-out rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,52 @@ from msgspec import Meta
 from coserve.core.limits import MAX_ROWS, LocalPath, Text
 from coserve.core.names import AdapterName, AdapterRefText
 from coserve.core.schemas.documents import DocumentJob, DocumentRequest
-from coserve.core.schemas.errors import ErrorInfo
-from coserve.core.schemas.evaluation import MAX_EVAL_ROWS, EvalRequest, EvalResult
 from coserve.core.schemas.generation import Finish
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingRequest, TrainingSettings
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import LoraRequest, LoraSettings, Wire
+
+MAX_EVAL_ROWS = 1000
+
+
+class EvalRequest(Wire, frozen=True, omit_defaults=True):
+    """Rows that the job never learns, and how generated answers are compared with theirs: exactly unless `regex` or
+    `json_field` is given. Exactly one of `data` and `path`."""
+
+    data: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_EVAL_ROWS)] | None = None
+    """Rows of texts, prompts and completions, or chats, as in `FinetuneRequest.data`."""
+    path: LocalPath | None = None
+    """A file or folder of at most 1000 rows under the daemon's `data_root`, in a format of `FinetuneRequest.path`;
+    `FinetuneRequest.columns` names its columns, too."""
+    regex: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    """Compare what this regular expression (RE2) finds in the texts: its first group, if it has one."""
+    json_field: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    """Compare this field of JSON texts; `a.b` is nested."""
+    max_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Most tokens of a generated answer."""
+
+
+class EvalScore(Wire, frozen=True):
+    """Means over the rows. Those of tokens are over the answers' tokens (or the texts', the first token excluded)."""
+
+    rows: int
+    tokens: int
+    loss: float
+    """Negative log-likelihood, nats per token."""
+    token_accuracy: float
+    """Fraction of tokens that have the largest logit."""
+    match: float | None
+    """Fraction of greedy answers that match the expected ones; None: the rows are texts."""
+
+
+class EvalResult(Wire, frozen=True):
+    """The measures of a job's adapter on its test rows, and those of the base."""
+
+    adapter: EvalScore
+    base: EvalScore
+
 
 ROWS = """Rows, each of one of these formats (docs/guide/data.md says how each is rendered and what of it is learned):
 `{"text": "..."}`;

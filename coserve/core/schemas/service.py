@@ -1,6 +1,8 @@
-"""Schemas that belong to no single request: `GET /`, the history, and the end of a stream."""
+"""Schemas that belong to no single request: error bodies, `GET /`, the history, and the end of a stream."""
 
 from __future__ import annotations
+
+from msgspec import UNSET, UnsetType
 
 from coserve.core.types import Wire
 
@@ -48,3 +50,18 @@ class History(Wire, frozen=True):
 
 
 STREAM_END = "[DONE]"
+
+
+class ErrorInfo(Wire, frozen=True):
+    """An error. `field` names the wrong field of the request; `line` is the wrong row of a corpus."""
+
+    code: str
+    message: str
+    field: str | None = None
+    line: int | UnsetType = UNSET
+
+
+class ErrorBody(Wire, frozen=True):
+    """The body of every response that is not 2xx."""
+
+    error: ErrorInfo

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, cast
 
 import msgspec
@@ -24,7 +25,7 @@ from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.json_array import array_elements
 from coserve.data.corpus.jsonl import GZIP, source_errors
 from coserve.data.corpus.rows import LIMITS, CorpusLimits, choose_columns
-from coserve.data.corpus.sources import is_jsonl, refuse_twins
+from coserve.data.corpus.sources import PieceSizes, is_jsonl, refuse_twins, split_source, table_rows
 from coserve.state.durable import disk_errors
 
 BEGINNING = 64 << 10
@@ -213,3 +214,19 @@ def _array_lines(file: BufferedReader, limits: CorpusLimits) -> Iterator[bytes]:
     for number, element in array_elements(file, limits.row_bytes):
         limits.check_line(number)
         yield element
+
+
+@contextmanager
+def json_lines(source: Path, columns: Columns) -> Iterator[Path]:
+    """Yield a file of JSON Lines with the rows of `source`: `source` itself, or, if it is CSV, a JSON array or parquet,
+    a temporary copy with the same columns and line numbers. Raises `MalformedRow` with the line, `UnreadableCorpus`,
+    `StorageError`, and `InvalidRequest` for parquet without pyarrow."""
+    with TemporaryDirectory(prefix="coserve-rows-") as folder:
+        copy = Path(folder) / "rows.jsonl"
+        if is_jsonl(source):
+            yield as_json_lines(source, copy, columns, lambda: None)
+            return
+        with disk_errors(), copy.open("wb") as file:
+            for piece in split_source(source, PieceSizes(rows=LIMITS.rows)):
+                file.writelines(encoded + b"\n" for _, encoded in table_rows(piece))
+        yield copy

@@ -24,11 +24,10 @@ from coserve.core.processes import limited
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import as_json_lines
-from coserve.data.corpus.mapped import file_digest, map_arrays
 from coserve.data.corpus.rows import Row
 from coserve.data.corpus.sources import Piece, PieceReader, split_source
 from coserve.data.corpus.tokenize import row_arrays
-from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.tokenized import Corpus, file_digest, map_arrays
 from coserve.data.offload.protocol import TaskContext
 from coserve.state.durable import disk_errors, move_file
 from coserve.state.failpoints import failpoint

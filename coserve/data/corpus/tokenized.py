@@ -1,5 +1,9 @@
 """A tokenised corpus: the arrays that a job trains on, and the memory-mapped safetensors file that holds them. No
-torch."""
+torch.
+
+The safetensors library copies what it reads, so this reads the format itself: eight bytes with the header's size, the
+header as JSON, the arrays' bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
 from coserve.core.cancellation import unchecked
 from coserve.core.errors import CheckpointUnreadable
-from coserve.data.corpus.mapped import file_digest, map_arrays
+from coserve.core.validation import decoder_of
 from coserve.state.durable import read_errors, write_file
 from coserve.state.failpoints import failpoint
 
@@ -182,3 +188,49 @@ def _blocks(size: int, check: Callable[[], None]) -> Iterator[slice]:
     for start in range(0, size, BLOCK):
         check()
         yield slice(start, min(start + BLOCK, size))
+
+
+DTYPES: dict[str, type[np.number[Any]]] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64, "F32": np.float32}
+MAX_HEADER = 1 << 16
+READ_AT_ONCE = 1 << 20
+"""Bytes read at once."""
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int]
+    data_offsets: tuple[int, int]
+
+
+def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Map a file's one-dimensional arrays, read-only, each in its stored dtype (int32, uint8, int64 or fp32).
+
+    Raises `OSError`; `ValueError` for a file that is truncated or has no such arrays.
+    """
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(MAX_HEADER, size - 8):
+            raise ValueError("no header")
+        header = decoder_of(dict[str, _Entry]).decode(file.read(length))
+        data = 8 + length
+        if max((entry.data_offsets[1] for entry in header.values()), default=0) != size - data:
+            raise ValueError("the file is not whole")
+        return {name: _mapped(path, entry, data) for name, entry in header.items()}
+
+
+def _mapped(path: Path, entry: _Entry, data: int) -> npt.NDArray[Any]:
+    dtype, (start, stop), (count,) = DTYPES.get(entry.dtype), entry.data_offsets, entry.shape
+    if dtype is None or start < 0 or count < 1 or stop - start != count * np.dtype(dtype).itemsize:
+        raise ValueError("an array's size is wrong")
+    return np.asarray(np.memmap(path, dtype, "r", data + start, (count,)))
+
+
+def file_digest(path: Path, check: Callable[[], None] = unchecked) -> str:
+    """Return a file's SHA-256, hex. `check` is called between reads and may raise. Raises `OSError`."""
+    digest, block = hashlib.sha256(), bytearray(READ_AT_ONCE)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            check()
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()

@@ -19,7 +19,7 @@ import msgspec
 from coserve.core.errors import CoserveError, InternalError
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.setup import LogSettings, set_up_logging
+from coserve.core.logs import LogSettings, set_up_logging
 from coserve.core.processes import obey_parent
 from coserve.data.offload.protocol import Call, Reply, Task, TaskContext, arguments_of, failure_of, find
 from coserve.data.pretrained import sandbox

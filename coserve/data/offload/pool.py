@@ -18,7 +18,7 @@ from coserve.core.cancellation import keep_task, uncancelled
 from coserve.core.errors import CoserveError, HelperLost, InvalidRequest
 from coserve.core.link.channel import WorkerProcess
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.setup import LogSettings
+from coserve.core.logs import LogSettings
 from coserve.data.offload.protocol import Call, Reply, TaskContext, arguments_of, error_of, name_of, result_of
 from coserve.data.pretrained.sandbox import TOO_LONG
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from coserve.core.logs.setup import LogSettings
+from coserve.core.logs import LogSettings
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
 
 SLOTS = 1024

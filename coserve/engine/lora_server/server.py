@@ -16,8 +16,7 @@ import torch
 
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.format import log_event
-from coserve.core.logs.setup import set_up_logging
+from coserve.core.logs import log_event, set_up_logging
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.ipc import ServerEnd, SharedPage, Streams, answer_trial, open_mailbox
 from coserve.engine.lora_server.messages import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from coserve.core.errors import LoraServerLost, LoraServersMissing, StartupError
 from coserve.core.health import LoraServerInfo
 from coserve.core.link.lora_servers import socket_path
-from coserve.core.logs.format import log_event
+from coserve.core.logs import log_event
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.messages import SLOTS, DropPairs, EnginesConnected, LoadPairs, PairsLoaded
 from coserve.engine.lora_server.recorded_step import RecordedStep

@@ -19,8 +19,7 @@ import torch
 
 from coserve.core.link.link import PeerLost
 from coserve.core.link.lora_servers import REFUSED, Hello, ListenerSettings, receive_hello, send_hello
-from coserve.core.logs.format import log_event
-from coserve.core.logs.setup import set_up_logging
+from coserve.core.logs import log_event, set_up_logging
 from coserve.engine.lora_server.ipc import ServerEnd, SharedPage, Streams
 from coserve.engine.lora_server.messages import EnginesConnected
 from coserve.engine.lora_server.server import ServerChannel, make_channel, serve_engine, start_message, take_page

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 
 from coserve.core.errors import EngineFault
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.ranks.commands import Choose, DropAdapter, Forget, LoadIntoPages, Prepare, ReadAdapter, ReadDevice
+from coserve.engine.ranks.commands import (
+    Choose,
+    DropAdapter,
+    Forget,
+    LoadIntoPages,
+    PageTables,
+    Prepare,
+    ReadAdapter,
+    ReadDevice,
+)
 from coserve.engine.ranks.followers import Answers, Followers
-from coserve.engine.ranks.page_tables import PageTables
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.sampling.masks import Masks
 from coserve.lora.store.host_memory import Unread

@@ -17,7 +17,7 @@ from coserve.core.link.channel import Channel
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.ranks import commands
-from coserve.engine.ranks.page_tables import PageTables
+from coserve.engine.ranks.commands import PageTables
 from coserve.engine.ranks.progress import Progress
 from coserve.finetune.sessions.followed import FollowedSessions, LoadedSession
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput

@@ -10,7 +10,7 @@ import sys
 
 from coserve.config import config_from_json
 from coserve.core.processes import obey_parent
-from coserve.engine.ranks.own_rank import own_rank
+from coserve.engine.ranks.progress import own_rank
 from coserve.engine.warming.fast_imports import fast_imports
 from coserve.engine.warmup.launch import cache_bytecode, use_caches
 

@@ -18,18 +18,17 @@ from coserve.core.errors import ConfigError, EngineFault, StartupError
 from coserve.core.garbage import freeze_heap
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.format import log_event
-from coserve.core.logs.setup import set_up_logging
+from coserve.core.logs import log_event, set_up_logging
 from coserve.core.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.parts import EngineParts, set_up_threads
 from coserve.engine.ranks.commands import Answer, AnyCommand, command_decoder
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import RankLost
-from coserve.engine.ranks.own_rank import Monitor, OwnRank
+from coserve.engine.ranks.progress import Monitor, OwnRank
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
-from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import WarmUpTask
 from coserve.finetune.sessions.followed import FollowedSessions
 from coserve.kernels.gpu.device import use_device
 from coserve.lora.store.store import AdapterStore

@@ -9,8 +9,7 @@ import torch
 
 from coserve.core.gpu_memory import TrainingCosts
 from coserve.engine.warmup.key import GEMM_FOLDER
-from coserve.engine.warmup.messages import WarmUpTask
-from coserve.engine.warmup.parts import GEMMS, TRAINING_LAYERS, TRAINING_LEVELS
+from coserve.engine.warmup.parts import GEMMS, TRAINING_LAYERS, TRAINING_LEVELS, WarmUpTask
 from coserve.kernels.lora.types import FrozenWeight
 from coserve.memory.profile import load_layer_costs
 from coserve.model.gemm_choice import GemmChoice, load_gemms

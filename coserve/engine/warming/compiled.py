@@ -18,7 +18,7 @@ from coserve.engine.parts import EngineParts
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.part_runner import PartRunner
-from coserve.engine.warmup.messages import WarmUpTask
+from coserve.engine.warmup.parts import WarmUpTask
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import CompiledSteps

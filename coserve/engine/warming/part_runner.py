@@ -28,8 +28,7 @@ from coserve.engine.warming.step_mixes import (
     rare_mixes,
     step_mixes,
 )
-from coserve.engine.warmup.messages import WarmUpTask
-from coserve.engine.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS
+from coserve.engine.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS, WarmUpTask
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import WARM_UP_TOKENS, CudaMemoryMeter, MemoryProfiler, NoMeter
 from coserve.generate.execution.eager import EagerExecutor

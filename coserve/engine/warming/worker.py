@@ -23,13 +23,12 @@ from coserve.config import Config, config_from_json
 from coserve.core.errors import ConfigError, CoserveError
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.setup import set_up_logging
+from coserve.core.logs import set_up_logging
 from coserve.core.processes import obey_parent, usable_cores
 from coserve.engine.spatial.training_stream import sm_count_setter
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.part_runner import PartRunner
-from coserve.engine.warmup.messages import PartReport, WarmUpTask
-from coserve.engine.warmup.parts import gpu_of
+from coserve.engine.warmup.parts import PartReport, WarmUpTask, gpu_of
 from coserve.kernels.gpu.device import interpreted
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory

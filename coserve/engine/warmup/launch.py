@@ -20,9 +20,17 @@ from coserve.config import Config, config_to_json
 from coserve.core.errors import StartupError
 from coserve.core.link.channel import frame
 from coserve.core.processes import spawn_child, usable_cores
-from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu, find_gpu
-from coserve.engine.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
-from coserve.engine.warmup.messages import Progress, WarmUpTask
+from coserve.engine.warmup.key import (
+    CONTEXT_BYTES,
+    Gpu,
+    cache_folder,
+    cache_root,
+    compiler_environment,
+    find_gpu,
+    key_fields,
+    shape_key,
+)
+from coserve.engine.warmup.parts import Progress, WarmUpTask
 from coserve.engine.warmup.warm_up import warm_up
 
 MODULE = "coserve.engine.warmup.warm_up"

@@ -20,13 +20,12 @@ import msgspec
 from coserve.config import config_from_json
 from coserve.core.link.channel import AsyncChannel
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.setup import set_up_logging
+from coserve.core.logs import set_up_logging
 from coserve.core.processes import obey_parent
 from coserve.engine.warmup import manifest
 from coserve.engine.warmup.key import compiler_environment
 from coserve.engine.warmup.manifest import cache_lock
-from coserve.engine.warmup.messages import Progress, WarmUpTask
-from coserve.engine.warmup.parts import Part, PartSchedule, all_parts
+from coserve.engine.warmup.parts import Part, PartSchedule, Progress, WarmUpTask, all_parts
 from coserve.engine.warmup.workers import REPORT_TIMEOUT, ProcessWorker, Worker, run_parts
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ import msgspec
 from coserve.core.cancellation import cancel_all
 from coserve.core.link.channel import WorkerProcess
 from coserve.core.link.link import PeerLost
-from coserve.engine.warmup.messages import PartReport, WarmUpTask
-from coserve.engine.warmup.parts import PartSchedule
+from coserve.engine.warmup.parts import PartReport, PartSchedule, WarmUpTask
 
 log = logging.getLogger(__name__)
 

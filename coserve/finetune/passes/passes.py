@@ -12,7 +12,7 @@ from coserve.core.link.stats import TrainingBatches
 from coserve.core.training.micro_step import MicroStep
 from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.layers.graphs import LayerGraphs
-from coserve.finetune.passes.mixing import BatchLimits, companions
+from coserve.finetune.memory_limits import BatchLimits, companions
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.finetune.sessions.trainee import Trainee
 from coserve.model.faults import contained, out_of_memory

@@ -16,8 +16,7 @@ from coserve.core.training.schemas import OptimStepRequest
 from coserve.data.corpus.batch import Batch, Example, examples_in
 from coserve.data.corpus.packing import pack
 from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, Gspo, ImportanceSampling, Loss, Ppo, TokenLoss
-from coserve.finetune.memory_limits import AS_CONFIGURED, MemoryLimits, MicroBatches
-from coserve.finetune.passes.mixing import BatchLimits
+from coserve.finetune.memory_limits import AS_CONFIGURED, BatchLimits, MemoryLimits, MicroBatches
 from coserve.finetune.sessions.session import Event, TrainingSession
 from coserve.finetune.sessions.trainee import Trainee
 

@@ -10,10 +10,17 @@ from coserve.core.training.jobs import JobSpec
 from coserve.finetune.job_checkpoint import load_last
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.publication import served_copy
-from coserve.finetune.sessions.session import TrainingSession
+from coserve.finetune.sessions.session import (
+    ForwardBackward,
+    Gather,
+    KeepBest,
+    OptimStep,
+    TrainingSession,
+    Verb,
+    ZeroGrad,
+)
 from coserve.finetune.sessions.sessions import Sessions
 from coserve.finetune.sessions.trainee import Trainee
-from coserve.finetune.sessions.verbs import ForwardBackward, Gather, KeepBest, OptimStep, Verb, ZeroGrad
 from coserve.model.lora import LoraWeights
 
 

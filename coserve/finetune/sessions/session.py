@@ -14,20 +14,55 @@ from types import coroutine
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from coserve.admission.optimizers import BEST, WEIGHTS, StateKind
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.data.corpus.batch import Batch
-from coserve.finetune.embedding_noise import EmbeddingNoise
-from coserve.finetune.losses.loss import Loss
+from coserve.finetune.losses.loss import Loss, TokenLoss
 from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.sessions.verbs import ForwardBackward, Gather, KeepBest, OptimStep, Verb, ZeroGrad
+from coserve.finetune.packed_rows import EmbeddingNoise
 from coserve.model.dropout import DropoutSpec
 from coserve.model.lora import LoraWeights
+
+
+class ForwardBackward(Struct, frozen=True, tag=True):
+    """`TrainingSession.forward_backward`, or `forward` unless it `learns`."""
+
+    batch: Batch
+    tokens: TokenLoss | None
+    """None: the loss of the session's job."""
+    how: StepRecompute
+    draw: int
+    learns: bool
+
+
+class OptimStep(Struct, frozen=True, tag=True):
+    """`TrainingSession.optim_step`."""
+
+    learning_rate: float
+    denominator: int
+
+
+class ZeroGrad(Struct, frozen=True, tag=True):
+    """`TrainingSession.zero_grad`."""
+
+
+class KeepBest(Struct, frozen=True, tag=True):
+    """`TrainingSession.keep_best`."""
+
+
+class Gather(Struct, frozen=True, tag=True):
+    """`TrainingSession.snapshot`, or `current_weights` with `weights_only`."""
+
+    weights_only: bool
+
+
+Verb = ForwardBackward | OptimStep | ZeroGrad | KeepBest | Gather
 
 
 class Boundary(Enum):

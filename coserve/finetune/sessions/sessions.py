@@ -19,15 +19,13 @@ from coserve.finetune.init import initial_weights, published_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.lora_tensors import cast, cast_learning
 from coserve.finetune.losses.loss import CrossEntropy, Loss
+from coserve.finetune.memory_limits import BatchLimits
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.finetune.sessions.outcome import PEER_FAILED, Outcome, Retry
-from coserve.finetune.sessions.session import SliceTimer, TrainingSession
-from coserve.finetune.sessions.trainee import Trainee
-from coserve.finetune.sessions.verbs import Verb
+from coserve.finetune.sessions.session import SliceTimer, TrainingSession, Verb
+from coserve.finetune.sessions.trainee import PEER_FAILED, Outcome, Retry, Trainee
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
@@ -91,7 +89,7 @@ class Sessions(Generic[AnyTrainee]):
         """Run a slice (see `TrainingPass.advance`) on one of several ranks. On return no rank is in a collective of the
         slice, whichever rank failed.
 
-        After an error the unfinished optimizer step is dropped. `outcome.judge` decides from the outcomes of all ranks.
+        After an error the unfinished optimizer step is dropped. `trainee.judge` decides from the outcomes of all ranks.
         Raises only `EngineFault`.
         """
         training, guard = self._jobs[job], self._guard

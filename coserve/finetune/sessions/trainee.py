@@ -1,19 +1,82 @@
-"""A session in training, as passes see it."""
+"""A session in training, as passes see it, and the verdict of several tensor-parallel ranks on a slice of it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from coserve.core.errors import CoserveError, JobOutOfMemory, failure_text
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.finetune.layers.graph_passes import CaptureFailed
-from coserve.finetune.passes.mixing import Size
-from coserve.finetune.sessions.outcome import CAPTURE_FAILED
+from coserve.finetune.memory_limits import Size
 from coserve.finetune.sessions.session import Boundary, Event, FinishUpdate, Training, TrainingSession
 from coserve.model.faults import memory_numbers, out_of_memory
+
+PEER_FAILED = "peer_failed"
+"""Outcome code: the slice was aborted because another rank failed."""
+CAPTURE_FAILED = "capture_failed"
+"""Outcome code: layers could not be captured in CUDA graphs."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a slice on one rank."""
+
+    code: str = ""
+    """Error code; empty: no error."""
+    message: str = ""
+    updated: bool = False
+    """Whether the slice has begun to change the weights, so that the step cannot be retried."""
+    metrics: StepMetrics | None = None
+    """Metrics of an optimizer step that the slice finished."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a slice from all its outcomes. Without a `code` the job continues."""
+
+    code: str = ""
+    message: str = ""
+    retry: bool = False
+    """Whether all ranks may begin the optimizer step again (`Trainer.retry`): with less memory, or, if the code is
+    `CAPTURE_FAILED`, without graphs."""
+
+
+def judge(outcomes: Sequence[Outcome]) -> Verdict:
+    """Judge the outcomes, given by rank.
+
+    The job may retry if all errors are out-of-memory or failed captures, and no rank has changed its weights.
+    """
+    own = [outcome for outcome in outcomes if outcome.code not in ("", PEER_FAILED)]
+    if not own:
+        assert not any(outcome.code for outcome in outcomes), "expected the error that other ranks have seen"
+        return Verdict()
+    first = next((outcome for outcome in own if outcome.code == CAPTURE_FAILED), own[0])
+    curable = all(outcome.code in (JobOutOfMemory.code, CAPTURE_FAILED) for outcome in own)
+    return Verdict(first.code, first.message, retry=curable and not any(outcome.updated for outcome in outcomes))
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How all ranks begin an optimizer step again."""
+
+    lower: bool
+    """With lower memory limits; False: only without the existing graphs."""
+    stop_graphs: str = ""
+    """Why graphs are off from now on; empty: they are not."""
+
+
+def how_to_retry(verdict: Verdict, *, graphs: bool) -> Retry:
+    """Return how to retry after a verdict with `retry`. `graphs`: whether graphs hold memory on rank 0, which decides
+    for all ranks so that their batches have the same sizes."""
+    if verdict.code == CAPTURE_FAILED:
+        return Retry(lower=False, stop_graphs=verdict.message)
+    return Retry(lower=not graphs)
+
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from coserve.core.errors import StartupError, StorageBusy, StorageFailed, StorageFull
-from coserve.core.logs.format import Value, log_event
+from coserve.core.logs import Value, log_event
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 

@@ -17,8 +17,7 @@ from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef
 from coserve.state.registry.access import AccessTable
 from coserve.state.registry.adapters import AdapterTable
-from coserve.state.registry.pace import Pace
-from coserve.state.registry.records import LOADED, AdapterRecord, EventFields, JobRecord
+from coserve.state.registry.records import LOADED, AdapterRecord, EventFields, JobRecord, Pace
 
 _encode = msgspec.msgpack.Encoder().encode
 

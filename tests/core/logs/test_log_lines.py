@@ -13,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coserve.core.errors import StorageFull
-from coserve.core.logs.format import JsonFormatter, TextFormatter, log_event
-from coserve.core.logs.throttled import ThrottledLog
+from coserve.core.logs import JsonFormatter, TextFormatter, ThrottledLog, log_event
 from coserve.state.failpoints import armed
 from coserve.state.registry.registry import Registry
 from tests.support.records import import_adapter, make_adapter, make_job

@@ -17,7 +17,7 @@ import pytest
 
 from coserve.api.http import bodies
 from coserve.core.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
-from coserve.core.logs.setup import LogSettings
+from coserve.core.logs import LogSettings
 from coserve.data.offload.pool import MAX_MEMORY, HelperPool, HelperProcess
 from coserve.state import failpoints
 from tests.support import tasks

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import coserve
 from coserve.config import Config
 from coserve.engine.warmup import key
-from coserve.engine.warmup.gpu import Gpu
-from coserve.engine.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
+from coserve.engine.warmup.key import Gpu, cache_folder, cache_root, compiler_environment, key_fields, shape_key
 from coserve.engine.warmup.launch import cache_bytecode, plan_warm_up
 from coserve.engine.warmup.manifest import Manifest, clear, load, save
 

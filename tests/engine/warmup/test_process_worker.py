@@ -18,8 +18,7 @@ from coserve.core.link.link import PeerLost
 from coserve.core.processes import spawn_child
 from coserve.engine.warmup import warm_up
 from coserve.engine.warmup.launch import MODULE
-from coserve.engine.warmup.messages import Progress, WarmUpTask
-from coserve.engine.warmup.parts import Part
+from coserve.engine.warmup.parts import Part, Progress, WarmUpTask
 from coserve.engine.warmup.workers import DIED, ProcessWorker
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from coserve.engine.warmup import manifest
-from coserve.engine.warmup.messages import PartReport, Progress, WarmUpTask
-from coserve.engine.warmup.parts import Part
+from coserve.engine.warmup.parts import Part, PartReport, Progress, WarmUpTask
 from coserve.engine.warmup.warm_up import compile_parts
 from coserve.engine.warmup.workers import DIED
 from tests.support.virtual_clock import run_virtual

@@ -17,7 +17,7 @@ from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes import training_pass
-from coserve.finetune.sessions.outcome import CAPTURE_FAILED, Outcome, Verdict, how_to_retry, judge
+from coserve.finetune.sessions.trainee import CAPTURE_FAILED, Outcome, Verdict, how_to_retry, judge
 from coserve.model.layers import LayerCut
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers, CompiledPass

@@ -1,10 +1,17 @@
-"""One line per record, as text or as a JSON object. Line breaks in users' text are escaped."""
+"""Logging for all processes: one line per record on standard error, also for libraries, as text or as a JSON object.
+Line breaks in users' text are escaped."""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import TracebackType
+from typing import Final
 
 Value = str | int | float | bool | None
 
@@ -70,3 +77,57 @@ class JsonFormatter(_Formatter):
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry)
+
+
+ACCESS = "coserve.access"
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """Log settings of a process (`Config.logs`)."""
+
+    level: str = "info"
+    format: str = "text"
+    access: bool = False
+
+
+def set_up_logging(process: str, settings: LogSettings) -> None:
+    """Configure logging in this process. `process`: its name in the records (api, engine, rank-1, helper, warm). Call
+    it after the imports, since it removes handlers that libraries installed."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
+    root = logging.getLogger()
+    for logger in list(logging.Logger.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and any(isinstance(h, logging.StreamHandler) for h in logger.handlers):
+            logger.handlers.clear()
+            logger.propagate = True
+    root.handlers[:] = [handler]
+    root.setLevel(settings.level.upper())
+    logging.getLogger(ACCESS).setLevel(logging.INFO if settings.access else logging.CRITICAL)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    logging.getLogger("coserve").critical("the process ends by a fault", exc_info=(kind, error, traceback))
+
+
+class ThrottledLog:
+    """Logs the warning `what` to `log` at most once per `INTERVAL` seconds, with the number of warnings suppressed."""
+
+    INTERVAL: Final = 60.0
+
+    def __init__(self, log: logging.Logger, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._what, self._clock = log, what, clock
+        self._last: float | None = None
+        self._unlogged = 0
+
+    def warn(self, detail: str = "") -> None:
+        """Log the warning if it is due. `detail` is appended to `what`."""
+        now = self._clock()
+        if self._last is not None and now - self._last < self.INTERVAL:
+            self._unlogged += 1
+            return
+        more = f" ({self._unlogged} times more since the last warning)" if self._unlogged else ""
+        self._log.warning("%s%s%s", self._what, detail, more)
+        self._last, self._unlogged = now, 0
