@@ -24,7 +24,7 @@ from coserve.engine.inbox import Idle, Inbox
 from coserve.engine.job_runner import JobPlaces, JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains
 from coserve.engine.reception import Reception
-from coserve.engine.spatial.slices_in_flight import TURNS, EndedSlice, LaunchedStep, Marks, SlicesInFlight
+from coserve.engine.spatial.slices_in_flight import TURNS, LaunchedStep, Marks, SlicesInFlight
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
 from coserve.generate.plan import Plan, Ran
@@ -32,6 +32,7 @@ from coserve.queues.costs import ATTAINMENT
 from coserve.queues.policy import Costs, Policy, Serve, Train, Wait
 from coserve.queues.request import State
 from coserve.queues.shapes import StepKind
+from coserve.queues.slices import EndedSlice
 from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -245,16 +246,7 @@ class Engine:
         self._reports.send(now)
 
     def _slice_ended(self, ended: EndedSlice) -> None:
-        self._views.slices.ran(
-            ended.decision,
-            ended.kind,
-            ended.micro_steps,
-            ended.tokens,
-            ended.seconds,
-            ended.at,
-            ended.overlapped,
-            ended.step_kind,
-        )
+        self._views.slices.ran(ended)
         self._reports.train_seconds += ended.seconds
 
     # ---- messages

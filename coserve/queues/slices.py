@@ -4,6 +4,7 @@ no clock."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from coserve.core.link.stats import Starving
 from coserve.core.training.micro_step import MicroStep
@@ -20,6 +21,28 @@ MOST_KINDS = 512
 """Predictors kept, over kinds and (job, kind) pairs. A job has about six kinds."""
 SIZE = 1024.0
 """Tokens at which predictions are compared. They are linear in tokens, so any two sizes determine them."""
+
+
+@dataclass(frozen=True)
+class LaunchedSlice:
+    """A launched slice. `tokens`: of its micro-batch."""
+
+    decision: Train
+    kind: MicroStep
+    micro_steps: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class EndedSlice(LaunchedSlice):
+    """A slice that has ended. `seconds`: from its launch, or from the end of the work before it, to its own end, `at`;
+    `overlapped`: seconds of it that overlapped a generation step."""
+
+    seconds: float
+    at: float
+    overlapped: float = 0.0
+    step_kind: StepKind | None = None
+    """Kind of the overlapped steps; None: there were none, or both kinds."""
 
 
 class Slices:
@@ -71,37 +94,25 @@ class Slices:
                 most = 0
         return None if most == math.inf else max(0, int(most))
 
-    def ran(
-        self,
-        decision: Train,
-        kind: MicroStep,
-        micro_steps: int,
-        tokens: int,
-        seconds: float,
-        now: float,
-        overlapped: float = 0.0,
-        step_kind: StepKind | None = None,
-    ) -> None:
-        """Record a slice of `micro_steps` micro-steps that ended now, in a micro-batch of `tokens` tokens. It
-        overlapped generation steps for `overlapped` seconds, all of `step_kind` or of several kinds (None).
-        Slices that run a whole micro-batch mix kinds, so their time is not learned."""
+    def ran(self, ended: EndedSlice) -> None:
+        """Record a slice. Those that run a whole micro-batch mix kinds, so their time is not learned."""
+        decision, micro_steps, seconds = ended.decision, ended.micro_steps, ended.seconds
         if decision.micro_steps is not None and micro_steps:
-            features = 1.0, tokens
-            for key in ((decision.job, kind), kind, ANY):
+            features, own = (1.0, ended.tokens), (decision.job, ended.kind)
+            for key in (own, ended.kind, ANY):
                 self._costs.add(key, features, seconds / micro_steps)
-            own = decision.job, kind
-            if not overlapped:
+            if not ended.overlapped:
                 self._alone.add(own, features, seconds / micro_steps)
-            elif step_kind is not None and (alone := micro_steps * self._alone.predict(features, own).expected):
-                self.overlap_speed[step_kind].add(seconds, overlapped, alone)
+            elif ended.step_kind is not None and (alone := micro_steps * self._alone.predict(features, own).expected):
+                self.overlap_speed[ended.step_kind].add(seconds, ended.overlapped, alone)
         if decision.overdue is None:
             self._overdue, self._overdue_in_a_row = None, 0
         else:
             began = self._overdue[0] if self._overdue is not None else self.waiting_since
-            self._overdue = (now if began is None else began), decision
+            self._overdue = (ended.at if began is None else began), decision
             self.by_patience += 1
             self._overdue_in_a_row += 1
-        self.waiting_since = now
+        self.waiting_since = ended.at
 
     def waits(self, now: float) -> float:
         """Seconds since the last slice; 0 if no job can train."""

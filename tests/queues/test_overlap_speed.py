@@ -9,7 +9,7 @@ import pytest
 from coserve.core.training.micro_step import MicroStep
 from coserve.queues.overlap_speed import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, WINDOW, OverlapSpeed, Trials
 from coserve.queues.policy import Train
-from coserve.queues.slices import Slices
+from coserve.queues.slices import EndedSlice, Slices
 
 
 @pytest.mark.parametrize("speed", [0.0, 0.5, 0.8, 1.0])
@@ -52,11 +52,11 @@ def test_slices_without_steps_say_nothing_of_it() -> None:
 def test_it_is_learned_from_slices_against_those_that_ran_alone() -> None:
     slices = Slices()
     for _ in range(2 * ENOUGH):
-        slices.ran(Train("j", 2), MicroStep.BACKWARD, 2, 4096, 0.016, now=0.0)
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, overlapped=0.01, step_kind="decode")
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.013, now=0.0, overlapped=0.01, step_kind="prefill")
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.9, now=0.0, overlapped=0.01, step_kind=None)
-        slices.ran(Train("other", 1), MicroStep.BACKWARD, 1, 4096, 0.9, now=0.0, overlapped=0.01, step_kind="decode")
+        slices.ran(EndedSlice(Train("j", 2), MicroStep.BACKWARD, 2, 4096, 0.016, at=0.0))
+        slices.ran(EndedSlice(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, 0.0, 0.01, "decode"))
+        slices.ran(EndedSlice(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.013, 0.0, 0.01, "prefill"))
+        slices.ran(EndedSlice(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.9, 0.0, 0.01, None))
+        slices.ran(EndedSlice(Train("other", 1), MicroStep.BACKWARD, 1, 4096, 0.9, 0.0, 0.01, "decode"))
     assert slices.overlap_speed["decode"].share == pytest.approx(0.6, abs=0.01), "not of a job never measured alone"
     assert slices.overlap_speed["prefill"].share == pytest.approx(0.5, abs=0.01)
 
@@ -66,11 +66,11 @@ def test_what_a_job_takes_alone_is_known_after_it_was_not_ready_for_a_while() ->
     slices = Slices()
     for _ in range(2 * ENOUGH):
         slices.ready(("j",), 0.0)
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.008, now=0.0)
+        slices.ran(EndedSlice(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.008, at=0.0))
     for _ in range(ENOUGH):
         slices.ready((), 0.0)
         slices.ready(("j",), 0.0)
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, overlapped=0.01, step_kind="decode")
+        slices.ran(EndedSlice(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, 0.0, 0.01, "decode"))
     assert slices.overlap_speed["decode"].share == pytest.approx(0.6, abs=0.01)
 
 

@@ -7,13 +7,13 @@ import pytest
 from coserve.core.link.stats import Starving
 from coserve.core.training.micro_step import MicroStep
 from coserve.queues.policy import Overdue, Train
-from coserve.queues.slices import MOST_KINDS, Slices
+from coserve.queues.slices import MOST_KINDS, EndedSlice, Slices
 
 LATE = Train("j", 1, Overdue(micro_step=0.21, slack=0.15))
 
 
 def run(slices: Slices, job: str, kind: MicroStep, seconds: float, micro_steps: int = 1, tokens: int = 64) -> None:
-    slices.ran(Train(job, micro_steps), kind, micro_steps, tokens, seconds, now=0.0)
+    slices.ran(EndedSlice(Train(job, micro_steps), kind, micro_steps, tokens, seconds, at=0.0))
 
 
 def expected(slices: Slices, job: str, kind: MicroStep, tokens: int = 64) -> float:
@@ -69,19 +69,19 @@ def test_costs_are_those_of_one_micro_step_of_one_job_and_kind() -> None:
 def test_whole_micro_batches_teach_nothing() -> None:
     slices = Slices()
     for _ in range(3):
-        slices.ran(Train("j", None), MicroStep.BEGIN, 20, 64, 9.0, now=0.0)
+        slices.ran(EndedSlice(Train("j", None), MicroStep.BEGIN, 20, 64, 9.0, at=0.0))
     assert expected(slices, "j", MicroStep.BEGIN) == 0.0
 
 
 def test_two_slices_by_patience_are_a_famine_until_one_fits() -> None:
     slices = Slices()
     slices.ready(("j",), 10.0)
-    slices.ran(LATE, MicroStep.HEAD, 1, 64, 0.2, now=11.2)
+    slices.ran(EndedSlice(LATE, MicroStep.HEAD, 1, 64, 0.2, at=11.2))
     assert slices.starving(11.2) is None
-    slices.ran(LATE, MicroStep.HEAD, 1, 64, 0.2, now=12.4)
+    slices.ran(EndedSlice(LATE, MicroStep.HEAD, 1, 64, 0.2, at=12.4))
     assert slices.starving(13.0) == Starving(seconds=3.0, micro_step=0.21, slack=0.15)
     assert slices.by_patience == 2
-    slices.ran(Train("j", 1), MicroStep.HEAD, 1, 64, 0.1, now=13.0)
+    slices.ran(EndedSlice(Train("j", 1), MicroStep.HEAD, 1, 64, 0.1, at=13.0))
     assert slices.starving(13.0) is None
     assert slices.by_patience == 2
 
@@ -90,7 +90,7 @@ def test_without_jobs_nobody_starves() -> None:
     slices = Slices()
     slices.ready(("j",), 0.0)
     for now in (1.0, 2.0):
-        slices.ran(LATE, MicroStep.HEAD, 1, 64, 0.2, now=now)
+        slices.ran(EndedSlice(LATE, MicroStep.HEAD, 1, 64, 0.2, at=now))
     slices.ready((), 3.0)
     assert slices.starving(3.0) is None
     assert slices.waiting_since is None

@@ -15,6 +15,7 @@ from coserve.core.errors import EngineFault
 from coserve.core.training.micro_step import MicroStep
 from coserve.queues.policy import InFlight, Train
 from coserve.queues.shapes import StepKind
+from coserve.queues.slices import EndedSlice, LaunchedSlice
 
 Mark = Callable[[], Future[None]]
 """Returns a future that is done, on any thread, once the device has finished the work queued on the stream before the
@@ -39,28 +40,6 @@ TURNS = Marks()
 """Marks without overlap: slices and steps alternate."""
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """A launched slice. `tokens`: of its micro-batch."""
-
-    decision: Train
-    kind: MicroStep
-    micro_steps: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class EndedSlice(_Slice):
-    """A slice that has ended. `seconds`: from its launch, or from the end of the work before it, to its own end, `at`;
-    `overlapped`: seconds of it that overlapped a generation step."""
-
-    seconds: float
-    at: float
-    overlapped: float = 0.0
-    step_kind: StepKind | None = None
-    """Kind of the overlapped steps; None: there were none, or both kinds."""
-
-
 @dataclass
 class _End:
     """When some work ended; None: not yet. Separate from the work, so that waiting for it does not keep all earlier
@@ -73,7 +52,7 @@ class _End:
 class _Work:
     """Work on training's stream: a slice, or a step between two slices (`slice` is None)."""
 
-    slice: _Slice | None
+    slice: LaunchedSlice | None
     began: float
     seconds: float
     """Predicted duration."""
@@ -146,7 +125,7 @@ class SlicesInFlight:
         step = self._last_step
         if step is not None and step.end.at is None and not (self._overlapped and self._overlapped[-1] is step):
             self._overlapped.append(step)
-        self._give(_Slice(decision, kind, micro_steps, tokens), began, seconds, self._mark())
+        self._give(LaunchedSlice(decision, kind, micro_steps, tokens), began, seconds, self._mark())
 
     @contextmanager
     def step(self, began: float, seconds: float, *, between: bool, kind: StepKind = "decode") -> Iterator[LaunchedStep]:
@@ -172,7 +151,7 @@ class SlicesInFlight:
                 self._overlapped.append(step)
         step.expected = self._until if between else began + seconds
 
-    def _give(self, slice: _Slice | None, began: float, seconds: float, done: Future[None]) -> None:
+    def _give(self, slice: LaunchedSlice | None, began: float, seconds: float, done: Future[None]) -> None:
         self._until = max(began, self._until) + seconds
         work = _Work(slice, began, seconds, self._until, done)
         self._works.append(work)
