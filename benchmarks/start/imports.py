@@ -31,7 +31,7 @@ from benchmarks.serving.http_case import SMALL, model_folder
 from coserve.config import Config, config_to_json
 from coserve.core.processes import PARENT, usable_cores
 from coserve.engine.warmup.parts import WarmUpTask
-from coserve.engine.warmup.workers import ProcessWorker
+from coserve.engine.warmup.warm_up import ProcessWorker
 
 FILE = "imports.json"
 REPEATS = 7

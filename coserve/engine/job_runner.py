@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from coserve.admission.memory import HostAdmission
 from coserve.core.link.jobs import CallSession, JobCancelled, JobFailed, JobPaused
 from coserve.core.link.link import FromEngine
-from coserve.core.training.calls import SessionSpec
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.schemas import SessionSpec
 from coserve.core.types import AdapterRef
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.job_memory import DeviceMemory, JobAdmission

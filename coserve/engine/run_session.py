@@ -9,8 +9,7 @@ from typing import NoReturn
 
 from coserve.core.errors import CoserveError
 from coserve.core.link.jobs import CallDone, CallFailed, CallSession
-from coserve.core.training.calls import Compute, SaveAdapter, SaveState, SessionSpec, Step
-from coserve.core.training.schemas import OptimStepRequest
+from coserve.core.training.schemas import Compute, OptimStepRequest, SaveAdapter, SaveState, SessionSpec, Step
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.run_job import JobRun, JobServices
 from coserve.finetune.sessions.client import Result, Work

@@ -11,10 +11,9 @@ from coserve.core.link.stats import StepCounts
 from coserve.core.training.micro_step import MicroStep
 from coserve.generate.plan import Plan
 from coserve.queues.costs import ATTAINMENT, UNKNOWN, Prediction, Predictors, SlidingQuantile
-from coserve.queues.overlap_speed import OverlapSpeed, Trials
 from coserve.queues.policy import Alternation, Costs, InFlight, View
 from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
-from coserve.queues.slices import Slices
+from coserve.queues.slices import OverlapSpeed, Slices, Trials
 
 NOTHING = InFlight()
 PROMPT_STEPS, PROMPT_STEP = 64, 0.9

@@ -20,8 +20,8 @@ from torch import Tensor
 from coserve.admission.optimizers import WEIGHTS
 from coserve.core.errors import CheckpointUnreadable, InvalidRequest, StorageError
 from coserve.core.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
-from coserve.core.training.calls import SaveState, SessionSpec
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.schemas import SaveState, SessionSpec
 from coserve.core.training.settings import Optimizer
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import BaseSpec, Wire

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from coserve.admission.recompute_plan import RecomputePlan
-from coserve.data.corpus.batch_plan import Ints
-from coserve.data.corpus.packing import pack
+from coserve.data.corpus.batch_plan import Ints, pack
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from coserve.core.gpu_memory import TrainingCosts
 from coserve.core.link.jobs import JobCheckpoint, JobNote, JobSnapshot, JobStarted
 from coserve.core.link.link import FromEngine
 from coserve.core.link.stats import TrainingBatches
-from coserve.core.training.calls import Compute, SaveAdapter, SaveState, SessionSpec
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.schemas import Compute, SaveAdapter, SaveState, SessionSpec
 from coserve.core.types import AdapterRef
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus

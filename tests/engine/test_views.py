@@ -10,10 +10,10 @@ from coserve.core.types import Slo
 from coserve.engine.views import FORGET, Views
 from coserve.generate.schedule import Scheduler
 from coserve.queues.costs import FIRST_GUESS as FIRST_MARGIN
-from coserve.queues.overlap_speed import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS
 from coserve.queues.policy import Costs
 from coserve.queues.request import Request
 from coserve.queues.shapes import STEP_KINDS, StepKind
+from coserve.queues.slices import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS
 from tests.support.pages import BareAdapters, BarePages, next_scheduled
 from tests.support.records import make_request
 

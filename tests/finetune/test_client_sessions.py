@@ -14,8 +14,7 @@ from msgspec.structs import replace as replace_fields
 from coserve.api.sessions.sessions import session_spec
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CoserveError, NonFiniteLoss, NotFound
-from coserve.core.training.calls import Compute, SaveState, SessionSpec
-from coserve.core.training.schemas import OptimStepRequest
+from coserve.core.training.schemas import Compute, OptimStepRequest, SaveState, SessionSpec
 from coserve.core.training.settings import Schedule
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.corpus.batch import Example, corpus_batch, examples_out

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from coserve.core.errors import InvalidRequest
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, Schedule, SimpoLoss, TrainingSettings
-from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
+from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan, pack
 from coserve.data.corpus.limits import BOUNDS, check_training, longest_row
-from coserve.data.corpus.packing import pack
 from coserve.finetune.loop import learning_rate
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)

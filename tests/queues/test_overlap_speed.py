@@ -7,9 +7,18 @@ import random
 import pytest
 
 from coserve.core.training.micro_step import MicroStep
-from coserve.queues.overlap_speed import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, WINDOW, OverlapSpeed, Trials
 from coserve.queues.policy import Train
-from coserve.queues.slices import EndedSlice, Slices
+from coserve.queues.slices import (
+    ENOUGH,
+    FIRST_GUESS,
+    TRIAL_AFTER,
+    TRIALS,
+    WINDOW,
+    EndedSlice,
+    OverlapSpeed,
+    Slices,
+    Trials,
+)
 
 
 @pytest.mark.parametrize("speed", [0.0, 0.5, 0.8, 1.0])

@@ -17,7 +17,7 @@ from coserve.api.sessions.session import ClientSession
 from coserve.core.errors import CoserveError, InvalidRequest, NotFound
 from coserve.core.link.jobs import CallDone
 from coserve.core.training import schemas
-from coserve.core.training.calls import Compute, Step
+from coserve.core.training.schemas import Compute, Step
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import Example, examples_out
 from coserve.state.session_states import read_state

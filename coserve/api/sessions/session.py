@@ -8,7 +8,7 @@ from collections import deque
 from coserve.core.access.principal import principal
 from coserve.core.errors import CoserveError, error_from_code
 from coserve.core.link.jobs import CallDone, CallFailed
-from coserve.core.training.calls import SessionSpec
+from coserve.core.training.schemas import SessionSpec
 from coserve.core.types import AdapterRef
 
 

@@ -29,7 +29,7 @@ from coserve.core.link.jobs import (
 )
 from coserve.core.link.link import FromEngine
 from coserve.core.names import NAME_RULE, is_name
-from coserve.core.training.calls import Call, SaveAdapter, SaveState, SessionSpec
+from coserve.core.training.schemas import Call, SaveAdapter, SaveState, SessionSpec
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.lora.files.record import record_adapter

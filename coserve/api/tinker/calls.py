@@ -10,7 +10,7 @@ import numpy as np
 
 from coserve.api.tinker.wire import TinkerDatum, decode_forward_backward, encode_forward_backward
 from coserve.core.errors import InvalidRequest
-from coserve.core.training.calls import Compute
+from coserve.core.training.schemas import Compute
 from coserve.data.corpus.batch import Example, examples_out
 from coserve.data.offload.protocol import Failure, failure_of
 

@@ -16,7 +16,7 @@ from coserve.api.tinker.futures import Order, Result
 from coserve.api.tinker.paths import SavedPath, check_base, parse_path, run_of, targets
 from coserve.core.access.principal import principal
 from coserve.core.errors import InvalidRequest, NotFound, SessionEnded
-from coserve.core.training.calls import Step
+from coserve.core.training.schemas import Step
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.offload.protocol import error_of
 from coserve.state.session_states import read_state

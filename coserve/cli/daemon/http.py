@@ -31,8 +31,7 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.registry.registry import Registry
-from coserve.state.reserve import Reserve
-from coserve.state.thread import RegistryThread
+from coserve.state.thread import RegistryThread, Reserve
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from coserve.core.link.message import Message
-from coserve.core.training.calls import Call, SessionSpec
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.schemas import Call, SessionSpec
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef
 
@@ -120,7 +120,7 @@ class CallSession(Message, frozen=True, kw_only=True):
 
 
 class CallDone(Message, frozen=True, kw_only=True):
-    """A call of a session was executed. `values`, `metrics`: see `core.training.calls`."""
+    """A call of a session was executed. `values`, `metrics`: see `core.training.schemas.Compute`."""
 
     id: str
     number: int

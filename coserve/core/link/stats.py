@@ -100,7 +100,7 @@ class EngineStats(Message, frozen=True):
     """Seconds since the last fine-tuning slice while a job could train; 0: no such job."""
     train_overlap_speed: float = 1.0
     """Training speed while a generation step overlaps it, as a fraction of full speed; 1 if they do not overlap. See
-    `queues/overlap_speed.py`."""
+    `queues/slices.py`."""
     stalls: tuple[StallCounts, ...] = ()
     graphs_missing: int = 0
     """CUDA graphs still to be captured; 0 if none is captured at all."""

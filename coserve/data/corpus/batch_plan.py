@@ -1,5 +1,5 @@
-"""The order of a job's rows: which rows each optimizer step trains on. Pure function of row lengths and settings. No
-torch.
+"""The order of a job's rows: which rows each optimizer step trains on, packed first-fit into micro-batches. Pure
+function of row lengths and settings. No torch.
 
 The order depends only on the job's seed, so a restarted job reads the same rows in the same micro-batches.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from coserve.core.cancellation import unchecked
 from coserve.core.errors import InvalidRequest
 from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.limits import check_training, micro_batch_limit
-from coserve.data.corpus.packing import pack
 
 DEFAULT_EPOCHS = 3.0
 """Epochs for settings that give neither `epochs` nor `steps`."""
@@ -227,3 +226,80 @@ def _split(rows: int, training: TrainingSettings) -> tuple[Ints, Ints]:
 
 def _generator(seed: int, stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, stream], np.uint64)))
+
+
+CHECK_INTERVAL = 64
+"""Rows between two calls of `check`."""
+
+
+def pack(
+    sizes: Sequence[int], limit: int, check: Callable[[], None] = unchecked, *, rows: int | None = None
+) -> list[list[int]]:
+    """Pack the indices of `sizes` into bins of at most `limit` tokens and `rows` rows (None: any number). Each goes, in
+    order, to the first bin with space for it.
+
+    A size above `limit` gets its own bin. First-fit (Johnson, "Near-optimal bin packing algorithms", 1973) in O(n log
+    n). `check` is called every `CHECK_INTERVAL` rows and may raise.
+    """
+    bins: list[list[int]] = []
+    free = _FreeTokens()
+    for index, size in enumerate(sizes):
+        if index % CHECK_INTERVAL == 0:
+            check()
+        found = free.first_fit(size)
+        if found is None:
+            found = len(bins)
+            bins.append([])
+            free.append(limit)
+        bins[found].append(index)
+        free.subtract(found, limit if len(bins[found]) == rows else size)  # a bin with all its rows has no space left
+    return bins
+
+
+class _FreeTokens:
+    """Free tokens of each bin, in a max segment tree: node i is the maximum of nodes 2i and 2i + 1. The leaves are the
+    bins in order; a leaf without a bin is -1."""
+
+    def __init__(self) -> None:
+        self._count, self._leaves = 0, 1
+        self._most = [-1, -1]
+
+    def first_fit(self, size: int) -> int | None:
+        """Return the first bin with at least `size` free tokens."""
+        most, node = self._most, 1
+        if most[1] < size:
+            return None
+        while node < self._leaves:
+            node *= 2
+            if most[node] < size:
+                node += 1
+        return node - self._leaves
+
+    def append(self, free: int) -> None:
+        if self._count == self._leaves:
+            self._double()
+        self._set(self._leaves + self._count, free)
+        self._count += 1
+
+    def subtract(self, index: int, size: int) -> None:
+        node = self._leaves + index
+        self._set(node, self._most[node] - size)
+
+    def _set(self, node: int, free: int) -> None:
+        most = self._most
+        most[node] = free
+        while node > 1:
+            node //= 2
+            free = max(most[2 * node], most[2 * node + 1])
+            if most[node] == free:
+                return
+            most[node] = free
+
+    def _double(self) -> None:
+        level = self._most[self._leaves :] + [-1] * self._leaves
+        levels = [level]
+        while len(level) > 1:
+            level = [max(pair) for pair in zip(level[::2], level[1::2], strict=True)]
+            levels.append(level)
+        self._leaves *= 2
+        self._most = [-1, *(free for one in reversed(levels) for free in one)]

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import CoserveError, InvalidRequest, NonFiniteLoss
-from coserve.core.training.calls import Compute, SessionSpec
-from coserve.core.training.schemas import OptimStepRequest
+from coserve.core.training.schemas import Compute, OptimStepRequest, SessionSpec
 from coserve.data.corpus.batch import Batch, Example, examples_in
-from coserve.data.corpus.packing import pack
+from coserve.data.corpus.batch_plan import pack
 from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, Gspo, ImportanceSampling, Loss, Ppo, TokenLoss
 from coserve.finetune.memory_limits import AS_CONFIGURED, BatchLimits, MemoryLimits, MicroBatches
 from coserve.finetune.sessions.session import Event, TrainingSession
@@ -80,7 +79,7 @@ def _loss(name: str, config: dict[str, float]) -> TokenLoss:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a call: see `core.training.calls`."""
+    """Result of a call: see `core.training.schemas.Compute`."""
 
     values: bytes
     metrics: dict[str, float]

@@ -19,7 +19,7 @@ from coserve.core.processes import spawn_child
 from coserve.engine.warmup import warm_up
 from coserve.engine.warmup.launch import MODULE
 from coserve.engine.warmup.parts import Part, Progress, WarmUpTask
-from coserve.engine.warmup.workers import DIED, ProcessWorker
+from coserve.engine.warmup.warm_up import DIED, ProcessWorker
 
 
 async def start(folder: Path) -> ProcessWorker:

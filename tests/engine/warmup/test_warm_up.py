@@ -10,8 +10,7 @@ import pytest
 
 from coserve.engine.warmup import manifest
 from coserve.engine.warmup.parts import Part, PartReport, Progress, WarmUpTask
-from coserve.engine.warmup.warm_up import compile_parts
-from coserve.engine.warmup.workers import DIED
+from coserve.engine.warmup.warm_up import DIED, compile_parts
 from tests.support.virtual_clock import run_virtual
 
 PARTS = (Part("a", 4), Part("b", 4), Part("c", 4, frozenset({"a"})))
@@ -25,7 +24,7 @@ Script = Callable[[str], Reports | Awaitable[Reports]]
 
 
 class Scripted:
-    """Implements `workers.Worker`."""
+    """Implements `Worker`."""
 
     def __init__(self, folder: Path, script: Script, alive: set[Scripted], asked: list[str]) -> None:
         self._folder, self._script, self._alive, self._asked = folder, script, alive, asked
