@@ -65,6 +65,7 @@ def test_a_large_corpus_is_read_with_little_memory(tmp_path: Path) -> None:
 def test_a_plan_has_some_bytes_a_row() -> None:
     rows = 400_000
     lengths = np.full(rows, 7, np.int32)
+    BatchPlan(lengths[:64], TrainingSettings(epochs=2.0), 64).prepare(0)  # numpy imports modules of its own
     tracemalloc.start()
     plan = BatchPlan(lengths, TrainingSettings(epochs=2.0), 64)
     plan.prepare(plan.total_steps - 1)
