@@ -51,7 +51,6 @@ from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.finetune.init import new_adapter
-from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.losses.loss import Loss
@@ -59,6 +58,7 @@ from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.finetune.sessions.session import SliceTimer, TrainingSession
+from coserve.finetune.trainer import TrainingJob
 from coserve.kernels.lora.backend import choose_backend
 from coserve.lora.files.bdlora import blocks_at, packed_shapes
 from coserve.lora.files.targets import resolve_targets

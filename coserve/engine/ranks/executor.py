@@ -7,16 +7,7 @@ from dataclasses import dataclass
 
 from coserve.core.errors import EngineFault
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.ranks.commands import (
-    Choose,
-    DropAdapter,
-    Forget,
-    LoadIntoPages,
-    PageTables,
-    Prepare,
-    ReadAdapter,
-    ReadDevice,
-)
+from coserve.engine.ranks import commands
 from coserve.engine.ranks.followers import Answers, Followers
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.sampling.masks import Masks
@@ -58,7 +49,7 @@ class RankedExecutor:
     """Implements `StepExecutor` on top of rank 0's executor. Results are those of rank 0."""
 
     def __init__(self, local: StepExecutor, followers: Followers) -> None:
-        self._local, self._followers, self._tables = local, followers, PageTables()
+        self._local, self._followers, self._tables = local, followers, commands.PageTables()
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
         """See `StepExecutor`. Raises only `EngineFault`."""
@@ -70,7 +61,7 @@ class RankedExecutor:
 
     def choose(self, masks: Masks) -> None:
         """See `StepExecutor`. Raises only `EngineFault`."""
-        with self._followers.together(Choose(dict(masks.rows), masks.words.numpy().tobytes())):
+        with self._followers.together(commands.Choose(dict(masks.rows), masks.words.numpy().tobytes())):
             try:
                 self._local.choose(masks)
             except Exception as error:  # as above
@@ -78,11 +69,11 @@ class RankedExecutor:
 
     def forget(self, sequence: int) -> None:
         self._tables.forget(sequence)
-        self._followers.send(Forget(sequence))
+        self._followers.send(commands.Forget(sequence))
         self._local.forget(sequence)
 
     def evicted(self, adapter: AdapterRef) -> None:
-        self._followers.send(DropAdapter(adapter, in_pages=True))
+        self._followers.send(commands.DropAdapter(adapter, in_pages=True))
         self._local.evicted(adapter)
 
     def kept(self, weights: LoraWeights) -> None:
@@ -98,7 +89,7 @@ class RankedExecutor:
 
     def prepare(self) -> bool:
         """See `StepExecutor`. The remaining work depends only on past steps, so it is the same on all ranks."""
-        with self._followers.together(Prepare()):
+        with self._followers.together(commands.Prepare()):
             return self._local.prepare()
 
 
@@ -109,17 +100,17 @@ class FollowersCopies(CopyMirror):
         self._followers = followers
 
     def loaded(self, ref: AdapterRef, span: Span, moved: Mapping[int, int]) -> None:
-        self._followers.send(LoadIntoPages(ref, span.first, span.pages, dict(moved)))
+        self._followers.send(commands.LoadIntoPages(ref, span.first, span.pages, dict(moved)))
 
     def dropped(self, ref: AdapterRef) -> None:
-        self._followers.send(DropAdapter(ref))
+        self._followers.send(commands.DropAdapter(ref))
 
 
 def load_on_all(load: Load, followers: Followers) -> Load:
     """Wrap `load` so that it returns once every follower has its own host copy too. Raises any rank's error."""
 
     def everywhere(ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:
-        answers = followers.ask(ReadAdapter(adapter=ref, digests=digests))
+        answers = followers.ask(commands.ReadAdapter(adapter=ref, digests=digests))
         try:
             weights = load(ref, digests)
         finally:
@@ -142,5 +133,5 @@ class FollowersMemory:
         if self._asked is not None and self._asked.complete:
             self._taken, self._asked = max(self._asked.wait()), None
         if self._asked is None:
-            self._asked = self._followers.ask(ReadDevice())
+            self._asked = self._followers.ask(commands.ReadDevice())
         return self._taken

@@ -14,12 +14,11 @@ from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.engine.ranks import commands
 from coserve.engine.ranks.followers import Answers, Followers, RankLost
-from coserve.finetune.job import LoadedJob
 from coserve.finetune.publication import snapshot_without_memory, unevaluated, waiting_for_disk
 from coserve.finetune.sessions.session import Verb
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.finetune.sessions.trainee import Outcome, how_to_retry, judge
-from coserve.finetune.trainer import Trainer
+from coserve.finetune.trainer import LoadedJob, Trainer
 from coserve.lora.store.store import AdapterStore
 from coserve.model.agreement import FailedTogether
 from coserve.model.base import Base

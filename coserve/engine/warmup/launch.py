@@ -20,16 +20,7 @@ from coserve.config import Config, config_to_json
 from coserve.core.errors import StartupError
 from coserve.core.link.channel import frame
 from coserve.core.processes import spawn_child, usable_cores
-from coserve.engine.warmup.key import (
-    CONTEXT_BYTES,
-    Gpu,
-    cache_folder,
-    cache_root,
-    compiler_environment,
-    find_gpu,
-    key_fields,
-    shape_key,
-)
+from coserve.engine.warmup import key
 from coserve.engine.warmup.parts import Progress, WarmUpTask
 from coserve.engine.warmup.warm_up import warm_up
 
@@ -59,23 +50,23 @@ class StartedWarmUp:
 
 
 def plan_warm_up(
-    config: Config, gpu: Gpu, *, taken: int | None = 0, cores: int | None = None
+    config: Config, gpu: key.Gpu, *, taken: int | None = 0, cores: int | None = None
 ) -> tuple[WarmUpTask, bool]:
     """Plan the warm-up, and return whether a worker fits into the GPU's memory next to `taken` bytes (None: unknown).
     If not, nothing else may use the GPU during the warm-up."""
-    root = cache_root(config)
-    fields = key_fields(gpu, root)
+    root = key.cache_root(config)
+    fields = key.key_fields(gpu, root)
     memory = int(gpu.memory_bytes * config.memory_fraction)
     few_layers = base_bytes(config, WORKER_LAYERS)
-    worker = CONTEXT_BYTES + WORK_BYTES + (UNKNOWN_BYTES if few_layers is None else few_layers)
+    worker = key.CONTEXT_BYTES + WORK_BYTES + (UNKNOWN_BYTES if few_layers is None else few_layers)
     left = memory if taken is None else memory - taken
     concurrent = taken is not None and left >= worker
     fit = (left if concurrent else memory) // worker
     task = WarmUpTask(
         config=config_to_json(config).decode(),
-        folder=str(cache_folder(root, fields)),
+        folder=str(key.cache_folder(root, fields)),
         fields=fields,
-        shape=shape_key(config),
+        shape=key.shape_key(config),
         workers=max(1, min(MAX_WORKERS, (cores or usable_cores()) // CORES_A_WORKER, fit)),
     )
     return task, concurrent
@@ -106,13 +97,13 @@ def start_warm_up(config: Config) -> StartedWarmUp | None:
     if gpu is None:
         return None
     base = base_bytes(config)
-    task, concurrent = plan_warm_up(config, gpu, taken=None if base is None else CONTEXT_BYTES + base)
+    task, concurrent = plan_warm_up(config, gpu, taken=None if base is None else key.CONTEXT_BYTES + base)
     ours, theirs = socket.socketpair()
     with theirs:
         process = spawn_child(MODULE, theirs)
     with contextlib.suppress(OSError):  # it has ended: `follow` notices
         ours.sendall(frame(msgspec.msgpack.Encoder(), task))
-    os.environ.update(compiler_environment(Path(task.folder)))
+    os.environ.update(key.compiler_environment(Path(task.folder)))
     return StartedWarmUp(task, concurrent, ours, process)
 
 
@@ -123,14 +114,14 @@ def use_caches(config: Config) -> WarmUpTask | None:
     if gpu is None:
         return None
     task, _ = plan_warm_up(config, gpu)
-    os.environ.update(compiler_environment(Path(task.folder)))
+    os.environ.update(key.compiler_environment(Path(task.folder)))
     return task
 
 
-def _gpu(config: Config) -> Gpu | None:
+def _gpu(config: Config) -> key.Gpu | None:
     """The GPU to compile for; None if nothing is compiled."""
     wanted = config.device != "cpu" and config.compile != "off" and config.lora_backend in CAPTURABLE
-    return find_gpu() if wanted else None
+    return key.find_gpu() if wanted else None
 
 
 def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
@@ -142,7 +133,7 @@ def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
     Raises:
         StartupError: there is no GPU, or a part failed.
     """
-    gpu = find_gpu() if config.device != "cpu" else None
+    gpu = key.find_gpu() if config.device != "cpu" else None
     if gpu is None:
         raise StartupError("found no usable GPU: there is nothing to warm up")
     cache_bytecode(config)
@@ -172,5 +163,5 @@ def cache_bytecode(config: Config, library: str = "torch") -> None:
     if writable or Path(cache_from_source(found.origin)).exists():
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(cache_root(config) / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(key.cache_root(config) / "bytecode")
     sys.dont_write_bytecode = False
