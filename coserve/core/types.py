@@ -20,6 +20,10 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base class of structs that are sent or stored."""
 
 
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of every message between the API process and the engine."""
+
+
 class AdapterRef(msgspec.Struct, frozen=True, order=True):
     """One immutable version of one adapter. Each KV page and cached prefix belongs to one version, or to the base."""
 

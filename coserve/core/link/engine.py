@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from coserve.core.gpu_memory import MemoryModel, PoolShape
-from coserve.core.link.message import Message
-from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
+from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, Message
 
 ALIVE = 10.0
 """Maximum seconds between two messages of an engine that has work, unless a single step or slice takes longer."""

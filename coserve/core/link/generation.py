@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from coserve.core.grammar import Grammar
-from coserve.core.link.message import Message
 from coserve.core.logprobs import PackedLogprobs
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterDigests, AdapterRef, FinishReason, Slo
+from coserve.core.types import AdapterDigests, AdapterRef, FinishReason, Message, Slo
 
 MAX_PROMPT_LOGPROBS = 256
 """Maximum prompt tokens with log-probabilities per `Tokens` message. The API process handles a message without yielding

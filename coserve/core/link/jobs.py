@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from coserve.core.link.message import Message
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.schemas import Call, SessionSpec
 from coserve.core.training.step_metrics import StepMetrics
-from coserve.core.types import AdapterRef
+from coserve.core.types import AdapterRef, Message
 
 
 class StartJob(Message, frozen=True):

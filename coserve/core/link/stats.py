@@ -6,9 +6,8 @@ import msgspec
 
 from coserve.core.gpu_memory import MemoryUse
 from coserve.core.health import LoraServerInfo
-from coserve.core.link.message import Message
 from coserve.core.training.step_metrics import LoadSeconds
-from coserve.core.types import AdapterRef
+from coserve.core.types import AdapterRef, Message
 
 STALL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # bounds, in seconds
 
