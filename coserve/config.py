@@ -434,8 +434,9 @@ def setting_sources(given: Mapping[str, object], environ: Mapping[str, str] = os
 
 
 def config_to_json(config: Config) -> bytes:
-    """Return the settings for the engine process, without the API key."""
-    return msgspec.json.encode(dataclasses.replace(config, api_key=None, host="127.0.0.1"), enc_hook=str)
+    """Return the settings for the engine process, without the API key and what needs one."""
+    own = dataclasses.replace(config, api_key=None, host="127.0.0.1", allowed_origins=())
+    return msgspec.json.encode(own, enc_hook=str)
 
 
 def config_from_json(content: bytes) -> Config:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli import app
-from coserve.config import Config, load_config
+from coserve.config import Config, config_from_json, config_to_json, load_config
 from coserve.core.errors import ConfigError
 from coserve.core.processes import PARENT, child_environment
 
@@ -140,7 +140,8 @@ def test_an_origin_has_a_scheme_and_no_path() -> None:
             Config(allowed_origins=(origin,))
     with pytest.raises(ConfigError, match=r"^allowed_origins: '\*' lets every web page use the daemon; set api_key"):
         Config(allowed_origins=("*",))
-    Config(allowed_origins=("https://page.example", "http://localhost:3000", "*"), api_key="x" * 16)
+    config = Config(allowed_origins=("https://page.example", "http://localhost:3000", "*"), api_key="x" * 16)
+    assert config_from_json(config_to_json(config)).api_key is None, "the engine serves no page"
 
 
 def test_no_host_is_allowed_by_an_empty_name() -> None:
