@@ -148,6 +148,13 @@ def test_kinds_of_zip_files_that_nobody_reads_are_refused(tmp_path: Path, at: in
         unpack(tmp_path, bytes(archive))
 
 
+def test_a_zip_file_with_a_nameless_file_is_refused(tmp_path: Path) -> None:
+    archive = bytearray(make("zip", *BOTH))
+    archive[archive.index(b"PK\1\2") + 46] = 0  # names end at a null byte
+    with pytest.raises(CorruptAdapter, match="got one without"):
+        unpack(tmp_path, bytes(archive))
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(kind=st.sampled_from(KINDS), at=st.integers(0, 1 << 16), value=st.integers(0, 255), cut=st.booleans())
 def test_damaged_archives_are_refused_or_whole(

@@ -164,6 +164,8 @@ def _zip(file: IO[bytes], most: int) -> Iterator[Member]:
     _check_directory(file)
     with zipfile.ZipFile(file) as whole:
         for member in whole.infolist():
+            if not member.filename:  # `is_dir` reads its last character
+                raise CorruptAdapter("expected a zip file whose files have names, got one without")
             if member.is_dir():
                 continue
             if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
