@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -162,7 +163,8 @@ def _check(two: Ranks, folder: Path, dense: Path, ep: int) -> None:
     strategy = "nfs" if whole.kv_shapes[0].latent else "slora"
     for found in two.run(_computed, str(folder), ep, strategy):
         torch.testing.assert_close(found.logits, whole.logits, rtol=1e-4, atol=1e-4)
-        assert (found.fingerprint, found.sites) == (whole.fingerprint, whole.sites)
+        assert found.fingerprint == whole.fingerprint
+        assert {name: structs.replace(site, holders=1) for name, site in found.sites.items()} == whole.sites
         assert found.kv_shapes == [((heads + 1) // 2, *sizes) for heads, *sizes in whole.kv_shapes]
         assert whole.state_bytes / 2 <= found.state_bytes <= 0.6 * whole.state_bytes, "a half, and one group's inputs"
         assert found.calls == {"all_reduce": found.sums, "all_gather": 1}
