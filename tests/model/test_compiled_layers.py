@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from coserve.core.errors import UnsupportedBase
-from coserve.finetune.memory_limits import StepRecompute
+from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.kernels.attention.packed import PackedAttention
@@ -74,18 +74,21 @@ def lora_of(
     return LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), lora_backend, masks)
 
 
-def gradients(base: Base, compiled: CompiledLayers | None, packs: Sequence[list[int]], **options) -> tuple[Tensor, ...]:
+def gradients(
+    base: Base,
+    compiled: CompiledLayers | None,
+    packs: Sequence[list[int]],
+    how: StepRecompute = AS_CONFIGURED,
+    **options,
+) -> tuple[Tensor, ...]:
     """The loss's sums and all gradients of these rows."""
-    optimizer, own = (
-        started(base),
-        StepRecompute(**{name: options.pop(name) for name in ("recomputed", "compiled") if name in options}),
-    )
+    optimizer = started(base)
     runner = MicroBatchRunner(base, recompute=options.pop("recompute", False), compiled=compiled)
     total = torch.zeros(1, 2, dtype=torch.float64)
     for indices in packs:
         rows = pack_rows(CORPUS, indices, CPU)
         lora = lora_of(rows, optimizer, **options)
-        total += run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, how=own))
+        total += run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, how=how))
     return total, *(one.clone() for layer in optimizer.grads for one in layer)
 
 
@@ -118,7 +121,7 @@ def test_layers_that_are_recomputed_change_nothing(llama: tuple[Base, CompiledLa
     kept = gradients(base, compiled, PACKS)
     for layers in (1, len(base.layers)):
         counted.reset()
-        found = gradients(base, compiled, PACKS, recomputed=layers)
+        found = gradients(base, compiled, PACKS, StepRecompute(recomputed=layers))
         assert counted.forwards == len(base.layers) + layers
         assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
 
@@ -138,7 +141,7 @@ def test_a_batch_that_is_refused_after_all_recomputes_the_layers_that_it_has_no_
             return layer(self, i, *given)
 
         patch.setattr(LayerCut, "layer", run)
-        found = gradients(base, compiled, PACKS, compiled=True)
+        found = gradients(base, compiled, PACKS, StepRecompute(compiled=True))
     assert ran == [*range(len(base.layers)), *reversed(range(len(base.layers)))]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert compiled.costs is None, "jobs are planned for the layers themselves from now on"
