@@ -306,7 +306,7 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
         if ours is not None:
             return f"; {difference}: {ours}"
     siblings = [path.removeprefix(here) for path in paths if path.startswith(here) and "." not in path[len(here) :]]
-    if name in siblings:
+    if parent and name in siblings:  # of a struct that has several types
         return "; it belongs to another type"
     others = () if parent else next((group for group in _ALIKE if name in group), ())
     if (ours := next((other for other in others if other in siblings), None)) is not None:

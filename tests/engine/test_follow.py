@@ -69,7 +69,7 @@ def test_all_ranks_use_the_caches_of_one_warm_up(monkeypatch: pytest.MonkeyPatch
     def spawn(module: str, end: socket.socket) -> None:
         spawned.append(Channel(end.dup(), msgspec.msgpack.Decoder(WarmUpTask)))
 
-    monkeypatch.setattr(launch, "find_gpu", lambda: GPU)
+    monkeypatch.setattr("coserve.engine.warmup.key.find_gpu", lambda: GPU)
     monkeypatch.setattr(launch, "spawn_child", spawn)
     config = Config(model="bundled", data_dir=tmp_path, tp=2)
     for name in (*CACHES, ASSEMBLER):
