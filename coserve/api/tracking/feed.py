@@ -58,7 +58,8 @@ class Cursors:
         except FileNotFoundError:
             self.write(job, cursor := Cursor())
             return cursor
-        except msgspec.DecodeError:
+        except msgspec.DecodeError as error:
+            log.warning("%s cannot be read, the job's steps are sent again from its first: %s", self._path(job), error)
             return Cursor()
 
     def write(self, job: str, cursor: Cursor) -> None:

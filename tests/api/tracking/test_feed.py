@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from coserve.api.tracking.feed import Cursor, Cursors
 from coserve.api.tracking.libraries import check_trackers
 from coserve.api.tracking.points import run_of
 from coserve.core.errors import ConfigError
@@ -80,6 +81,16 @@ async def test_steps_that_an_engine_or_a_daemon_repeats_are_told_once(tmp_path: 
     async with serve(tmp_path / "data", tracking_dir=tracking) as api:
         await api.job_until(job, "succeeded")  # the new engine begins at step 1
     assert curve(tracking, job) == CURVE
+
+
+def test_a_cursor_that_cannot_be_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All steps are sent again: the sink stores them once."""
+    cursors = Cursors(tmp_path)
+    cursors.write("job-1", Cursor(seq=7, step=2))
+    assert cursors.read("job-1") == Cursor(seq=7, step=2) and not caplog.records
+    (tmp_path / "job-1.json").write_text("no")
+    assert cursors.read("job-1") == Cursor()
+    assert "job-1.json cannot be read" in caplog.text
 
 
 @pytest.mark.slow
