@@ -137,11 +137,15 @@ def host_bytes(spec: JobSpec, base: BaseSpec, *, ranks: int, fully_sharded: bool
     them. On a CPU it is the state itself and a copy of it. Raises as `job_memory`.
     """
     shapes = _shapes(spec.lora, base, ranks=ranks, fully_sharded=fully_sharded)
+    state = _job_state(spec, base, shapes, ranks=ranks, fully_sharded=fully_sharded)
+    return _pinned(spec, base, shapes, ranks) + ranks * _host_state(state, base, shapes)
+
+
+def _host_state(state: JobStateBytes, base: BaseSpec, shapes: tuple[SiteShape, ...]) -> int:
+    """Return the bytes of host memory of one rank's state beside its copies. `state`, `shapes`: on its device."""
     if base.device == "cpu":  # the copy is made once the start's weights are gone
-        own = _job_state(spec, base, shapes, ranks=ranks, fully_sharded=fully_sharded).total
-    else:
-        own = sum(4 * part for shape in shapes for part in shape.parts)
-    return _pinned(spec, base, shapes, ranks) + ranks * own
+        return state.total
+    return sum(4 * part for shape in shapes for part in shape.parts)
 
 
 def _pinned(spec: JobSpec, base: BaseSpec, shapes: tuple[SiteShape, ...], ranks: int) -> int:
@@ -173,7 +177,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     shapes = _shapes(spec.lora, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     state = _job_state(spec, base, shapes, ranks=model.ranks, fully_sharded=model.fully_sharded)
     pinned = _pinned(spec, base, shapes, model.ranks)
-    host = host_bytes(spec, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
+    host = pinned + model.ranks * _host_state(state, base, shapes)
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)
     # A step has `batch_tokens` tokens plus at most one row; an evaluation fills micro-batches to the limit.
