@@ -184,7 +184,7 @@ class OpenAIApi:
         tools = [] if body.tool_choice == "none" else body.tools or []
         if is_constrained(native) and not is_constrained(body):
             return AnswerFormat(forced_family(family), thinks=False)
-        auto = self._config.tool_parser == "auto"
+        auto, parallel = self._config.tool_parser == "auto", body.parallel_tool_calls is not False
         if tools and family is None and auto and template is not None and "tools" not in template:
             raise InvalidRequest(
                 "the base's chat template does not show them to the model; with tool_choice required, or a function's "
@@ -194,12 +194,12 @@ class OpenAIApi:
         if is_constrained(body):  # the text has no reasoning
             if not has_format(body) or family is None or not tools:
                 return AnswerFormat(None, thinks=False)
-            schemas, parallel = schemas_of(tools), body.parallel_tool_calls is not False
-            return AnswerFormat(family, thinks=False, parallel=parallel, schemas=schemas, calls=family.starts(schemas))
+            known = schemas_of(tools)
+            return AnswerFormat(family, thinks=False, parallel=parallel, schemas=known, calls=family.starts(known))
         return AnswerFormat(
             family if tools or (family is not None and family.channels) else None,
             thinks=thinks(template),
-            parallel=body.parallel_tool_calls is not False,
+            parallel=parallel,
             shows_reasoning=body.include_reasoning,
             schemas=schemas_of(tools),
         )
