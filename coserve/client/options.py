@@ -289,10 +289,11 @@ def cut_warning(job: Job) -> str | None:
     """Return a warning about truncated rows; None if there are none."""
     if not job.rows_cut:
         return None
+    limit = "micro_batch_tokens" if job.training.loss is None else "half of micro_batch_tokens"
     rows = f"{job.rows_cut} of {job.rows} row{'' if job.rows == 1 else 's'}"
     return (
         f"{rows} {'was' if job.rows_cut == 1 else 'were'} too long and lost a part (the limit is the smallest of "
-        f"max_length, the base's context and {'micro' if job.training.loss is None else 'half of micro'}_batch_tokens)"
+        f"max_length, the base's context and {limit})"
     )
 
 

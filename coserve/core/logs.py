@@ -80,6 +80,7 @@ class JsonFormatter(_Formatter):
 
 
 ACCESS = "coserve.access"
+"""Name of the access log's logger."""
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,6 @@ def plain_type(hint: object) -> Any:  # noqa: ANN401 - a type
     return next(kind for kind in kinds if kind is not type(None))
 
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 Found = dict[str, tuple[object, str]]
 """Values of settings, each with the name of its source."""
 

@@ -34,10 +34,11 @@ def llguidance_grammar(grammar: Grammar) -> str:
         raise _wrong(grammar, str(error)) from error
 
 
-def with_calls(schema: str, calls: Iterable[CallStart], special: Callable[[str], int | None]) -> str:
-    """Return a JSON schema's grammar, as `llguidance_grammar` returns it, for a text that may also begin with one of
-    `calls`. `special`: returns the id of the special token with a text, None if there is none."""
-    grammars = msgspec.json.decode(schema)
+def with_calls(grammar: str, calls: Iterable[CallStart], special: Callable[[str], int | None]) -> str:
+    """Return the grammar for a text that may also begin with one of `calls`. `grammar`: a JSON schema's, as
+    `llguidance_grammar` returns it; `special`: returns the id of the special token with a text, None if there is none.
+    """
+    grammars = msgspec.json.decode(grammar)
     (format,) = grammars["grammars"]
 
     def start_of(part: str) -> str:

@@ -93,6 +93,7 @@ def check_order(at: float, before: float, line: int) -> None:
 
 
 TIME, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"
+"""Columns of BurstGPT."""
 
 
 def read_burstgpt(path: Path, model: str | None = None) -> Iterator[Recorded]:
@@ -190,6 +191,7 @@ def read_mooncake(path: Path) -> Iterator[Recorded]:
 MAX_CONVERSATION = 1 << 24
 """Maximum bytes of a conversation. It bounds the memory that a file can take."""
 HUMANS, MODELS = ("human", "user"), ("gpt", "assistant", "chatgpt")
+"""Names of ShareGPT's speakers."""
 
 
 class Conversation(NamedTuple):

@@ -164,8 +164,8 @@ PRINCIPAL = web.RequestKey("principal", Principal)
 
 
 class AccessLogger(AbstractAccessLogger):
-    """Logs method, path without query, status, bytes, seconds, peer, the response's `X-Request-Id`, and the project and
-    the id of the API key if the request had one."""
+    """Logs one record per response, after its last byte: method, path without query, status, bytes, seconds, peer, the
+    response's `X-Request-Id`, and the project and the id of the API key if the request had one."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         found = request.get(PRINCIPAL)

@@ -48,6 +48,8 @@ Forget = Callable[[Registry], tuple[list[AdapterRef], int | None]]
 
 @dataclass(frozen=True)
 class Facts:
+    """Facts that the registry has of a version besides its record."""
+
     labels: Labels
     pinned: bool
     aliases: tuple[str, ...]

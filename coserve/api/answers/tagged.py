@@ -19,7 +19,7 @@ MAX_NAME = 256
 
 
 class TaggedReader(Reader):
-    """The text counts as a call once its first argument, or its end, was read. Each argument is passed
+    """Reads one call. The text counts as a call once its first argument, or its end, was read. Each argument is passed
     on as a whole, in JSON (see `typed`). A text that ends within a call gives the arguments so far, without the closing
     bracket."""
 
@@ -103,6 +103,8 @@ class QwenXmlReader(TaggedReader):
 
 
 class QwenXmlParser(HermesParser):
+    """Finds such calls anywhere in the text; a missing `</tool_call>` is forgiven."""
+
     def _reader(self) -> Reader:
         return QwenXmlReader(self._collector, self._schemas)
 
@@ -128,6 +130,8 @@ class GlmReader(TaggedReader):
 
 
 class GlmParser(HermesParser):
+    """Finds such calls anywhere in the text; `GlmReader` reads `</tool_call>` itself."""
+
     def _reader(self) -> Reader:
         return GlmReader(self._collector, self._schemas)
 

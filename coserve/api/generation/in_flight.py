@@ -265,7 +265,8 @@ def _values(message: Tokens) -> int:
 
 
 def targets_of(request: GenerateRequest, config: Config, *, device: str, sheds: bool = True) -> Slo:
-    """Return the latency targets. `device`: the base's. `sheds`: whether the request may be shed for its deadline."""
+    """Return a request's latency targets: its own, otherwise those of its class. `device`: the base's. `sheds`: whether
+    the request may be shed for its deadline."""
     batch = request.slo_class == "batch"
     ttft, tpot = (config.slo_batch_ttft, config.slo_batch_tpot) if batch else config.targets(device=device)
     sheds = sheds and not config.policy_class.in_batches

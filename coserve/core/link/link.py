@@ -10,7 +10,6 @@ from typing import Protocol, TypeVar
 
 from coserve.core.link import engine, jobs
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
-from coserve.core.link.jobs import CallDone, CallFailed, CallSession, OpenSession
 from coserve.core.link.stats import EngineStats
 
 ToEngine = (
@@ -20,8 +19,8 @@ ToEngine = (
     | jobs.PauseJob
     | jobs.ResumeJob
     | jobs.CancelJob
-    | OpenSession
-    | CallSession
+    | jobs.OpenSession
+    | jobs.CallSession
     | engine.DropAdapter
     | engine.PrefetchAdapter
     | engine.SetLogLevel
@@ -46,8 +45,8 @@ FromEngine = (
     | jobs.JobSucceeded
     | jobs.JobFailed
     | jobs.JobCancelled
-    | CallDone
-    | CallFailed
+    | jobs.CallDone
+    | jobs.CallFailed
     | EngineStats
     | engine.EngineStopped
 )
