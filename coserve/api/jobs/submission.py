@@ -39,7 +39,7 @@ from coserve.core.names import split_ref
 from coserve.core.schemas import FinetuneRequest, Preparing
 from coserve.core.schemas.jobs import MAX_EVAL_ROWS
 from coserve.core.training.jobs import JobSpec, JobState, Teacher
-from coserve.core.training.settings import TrainingRequest
+from coserve.core.training.settings import TrainingRequest, TrainingSettings
 from coserve.core.types import AdapterRef, BaseSpec, LoraRequest, LoraSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.columns import Columns, unused_notes
@@ -96,7 +96,6 @@ class Submission:
         Raises `InvalidRequest`, `CorpusError` subclasses (with the line), `AdapterNotFound`, `AdapterBusy`,
         `BaseMismatch`, `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
         """
-        pool, memory = self._engine.pool, self._engine.memory
         refuse_base_name(request.adapter, spec, field="adapter")
         held = await asyncio.to_thread(validation_source, request, uploaded.validation, self._config.data_root)
         if held is not None:  # their number is known once they are read
@@ -113,18 +112,7 @@ class Submission:
         longest = longest_row(asked, spec.context, limit)
         document = None if request.document is None else await self._documents.settings(request, spec)
         earlier = await self._registry(partial(_earlier, request=request, base=spec.fingerprint))
-        if earlier is None:
-            source, lora = await self._adapter_settings(request, spec, document)
-        else:
-            source, lora = None, _own_settings(request, earlier)
-        check_loss(lora, asked, spec)
-        given, blocks = "continue_from", "continue_from"
-        if request.continue_from is None:
-            given, blocks = "lora", "lora.bd_blocks"
-        refers = keeps_reference(asked, continues=request.continue_from is not None)
-        await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks, reference=refers)
-        await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
-        await asyncio.to_thread(_check_publishable, lora, spec, field=given)
+        source, lora = await self._checked_adapter(request, asked, spec, document, earlier)
         teacher, prefix = await self._teacher(request, spec), tuple[int, ...]()
         columns = Columns({str(field): column for field, column in request.columns.items()})
         test = None
@@ -160,17 +148,11 @@ class Submission:
             )
             steps, notes = 0, tuple[str, ...]()
             if not isinstance(corpus, PendingDocument):
-                wanted = request.training
-                if isinstance(corpus, StagedCorpus) and corpus.validation_rows:
-                    wanted = msgspec.structs.replace(wanted, validation_rows=corpus.validation_rows)
-                arrays = await asyncio.to_thread(corpus.arrays)
-                job, steps = await self._sized(job, wanted, corpus, arrays, spec)
-                notes = await asyncio.to_thread(row_notes, arrays, corpus.rows_cut, self._tokenizer)
-            if memory is not None:
-                planned = job
-                if earlier is not None:  # the job continues from that job's version
-                    planned = msgspec.structs.replace(job, init_from=AdapterRef(earlier.spec.adapter, 1))
-                await asyncio.to_thread(check_fits, planned, spec, memory, limit)
+                job, steps, notes = await self._of_corpus(job, request.training, corpus, spec)
+            planned = job
+            if earlier is not None:  # the job continues from that job's version
+                planned = msgspec.structs.replace(job, init_from=AdapterRef(earlier.spec.adapter, 1))
+            await self._check_memory(planned, spec)
         except BaseException:
             await uncancelled_thread(corpus.discard)
             raise
@@ -188,6 +170,44 @@ class Submission:
             asked=None if document is None else request.training,
         )
         return record, corpus, test
+
+    async def _checked_adapter(
+        self,
+        request: FinetuneRequest,
+        asked: TrainingSettings,
+        spec: BaseSpec,
+        document: CheckedDocument | None,
+        earlier: JobRecord | None,
+    ) -> tuple[AdapterRecord | None, LoraSettings]:
+        """Return the adapter to continue from, if it exists, and the settings of the adapter to train, which can be
+        trained, loaded and published. `earlier`: the job that makes the adapter to continue from."""
+        if earlier is None:
+            source, lora = await self._adapter_settings(request, spec, document)
+        else:
+            source, lora = None, _own_settings(request, earlier)
+        check_loss(lora, asked, spec)
+        continues = request.continue_from is not None
+        given, blocks = ("continue_from", "continue_from") if continues else ("lora", "lora.bd_blocks")
+        refers = keeps_reference(asked, continues=continues)
+        await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks, reference=refers)
+        await refuse_too_large(request.adapter, lora, spec, self._engine.pool, self._config, field=given)
+        await asyncio.to_thread(_check_publishable, lora, spec, field=given)
+        return source, lora
+
+    async def _of_corpus(
+        self, job: JobSpec, wanted: TrainingRequest, corpus: PendingCorpus, base: BaseSpec
+    ) -> tuple[JobSpec, int, tuple[str, ...]]:
+        """Return the job as `_sized` does, the number of its steps, and notes about its rows."""
+        if isinstance(corpus, StagedCorpus) and corpus.validation_rows:
+            wanted = msgspec.structs.replace(wanted, validation_rows=corpus.validation_rows)
+        arrays = await asyncio.to_thread(corpus.arrays)
+        job, steps = await self._sized(job, wanted, corpus, arrays, base)
+        return job, steps, await asyncio.to_thread(row_notes, arrays, corpus.rows_cut, self._tokenizer)
+
+    async def _check_memory(self, job: JobSpec, base: BaseSpec) -> None:
+        """Raise `JobTooLarge` for a job that the engine can never have in memory."""
+        if (memory := self._engine.memory) is not None:
+            await asyncio.to_thread(check_fits, job, base, memory, self._config.micro_batch_tokens)
 
     async def _sized(
         self, job: JobSpec, wanted: TrainingRequest, corpus: PendingCorpus, arrays: Corpus, base: BaseSpec
@@ -227,10 +247,9 @@ class Submission:
         """Return the job of a document with the sizes of its corpus, and the number of its steps. Raises
         `JobTooLarge`."""
         assert record.asked is not None, "expected a document's job"
-        base, memory = self._engine.spec, self._engine.memory
+        base = self._engine.spec
         job, steps = await self._sized(record.spec, record.asked, corpus, corpus, base)
-        if memory is not None:
-            await asyncio.to_thread(check_fits, job, base, memory, self._config.micro_batch_tokens)
+        await self._check_memory(job, base)
         return job, steps
 
     async def _adapter_settings(
