@@ -2,7 +2,7 @@
 
 registry.sqlite3                          jobs, events, adapters
 lock                                      held by the daemon that uses the folder
-reserve                                   space for writes on a full disk: `state.thread.Reserve`
+reserve                                   space for writes on a full disk: `state.reserve`
 cache/                                    compiled kernels, bytecode (`--cache-dir`); may be deleted
 memory.json                               the GPU's memory profile; may be deleted
 graphs.json                               measured GPU memory of CUDA graphs; may be deleted

@@ -12,7 +12,8 @@ import pytest
 from coserve.core.errors import StorageFull
 from coserve.core.training.jobs import JobState
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import BLOCK, RegistryThread, Reserve
+from coserve.state.reserve import BLOCK, Reserve
+from coserve.state.thread import RegistryThread
 from tests.support.records import import_adapter, make_adapter, make_job
 from tests.support.small_disk import fill, small_disk
 

@@ -35,8 +35,9 @@ from coserve.core.types import BaseSpec
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry.registry import Registry
+from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff
-from coserve.state.thread import LOCK_BACKOFF, RegistryThread, Reserve
+from coserve.state.thread import LOCK_BACKOFF, RegistryThread
 from tests.support.cutting import Cutter
 from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
 from tests.support.local_link import local_pair

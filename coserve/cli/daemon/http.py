@@ -31,7 +31,8 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread, Reserve
+from coserve.state.reserve import Reserve
+from coserve.state.thread import RegistryThread
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
