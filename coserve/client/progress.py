@@ -83,7 +83,9 @@ class Bar(Silent):
                 self._bar.console.print(line, markup=False, highlight=False)
         elif event.document is not None:
             document = event.document
-            self._bar.update(self._task, total=document.total, completed=document.done, note=document.phase)
+            self._bar.update(self._task, note=document.phase)
+            if document.total:  # the phase `done` has no items
+                self._bar.update(self._task, total=document.total, completed=document.done)
         elif event.state is not None:
             self._bar.update(self._task, note=event.state.value)
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncJobHandle, Response, RetryPolicy
-from coserve.client.progress import Lines
+from coserve.client.progress import Bar, Lines
 from coserve.core.errors import JobError, JobNotFound, NonFiniteLoss, Unreachable
 from coserve.core.schemas import DocumentJob, ErrorInfo, JobEvent, Sample
 from coserve.core.schemas.documents import DocumentSettings, Phase
@@ -152,3 +152,11 @@ def test_a_phase_of_a_document_is_said_as_it_begins_and_every_half_minute(capsys
         document = DocumentJob(DocumentSettings(), phase=phase)
         lines.show(msgspec.structs.replace(event, type="document", metrics=None, message=f"{now}", document=document))
     assert capsys.readouterr().err == "a@1  101.0\na@1  131.0\na@1  132.0\n"
+
+
+def test_the_bar_keeps_its_items_when_a_document_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bar(job()) as bar:
+        for phase, count in (("evaluation", 20), ("done", 0)):
+            document = DocumentJob(DocumentSettings(), phase=phase, done=count, total=count)
+            bar.show(msgspec.structs.replace(job_event(1), type="document", metrics=None, document=document))
+    assert capsys.readouterr().err.split()[-2:] == ["20/20", "done"]
