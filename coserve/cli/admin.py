@@ -36,7 +36,7 @@ def call(url: str, key: str | None, method: str, path: str, type: type[T], body:
 
 
 keys_app = command_group("Create, list and revoke API keys of projects.")
-HEADERS = ("ID", "PROJECT", "SCOPES", "STATE", "AGE", "NAME")
+KEY_HEADERS = ("ID", "PROJECT", "SCOPES", "STATE", "AGE", "NAME")
 
 
 @keys_app.command("create")
@@ -66,7 +66,7 @@ def list_keys(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) 
         (each.id, each.project, ",".join(each.scopes), _state(each, now), age(now - each.created_at), each.name)
         for each in keys
     ]
-    print_list(keys, as_json, HEADERS, rows)
+    print_list(keys, as_json, KEY_HEADERS, rows)
 
 
 @keys_app.command("revoke")
@@ -85,7 +85,7 @@ def _state(key: ApiKey, now: float) -> str:
 
 
 quotas_app = command_group("Show and set the quotas of projects.")
-FIELDS = tuple(field.name for field in msgspec.structs.fields(Quota))
+QUOTA_FIELDS = tuple(field.name for field in msgspec.structs.fields(Quota))
 
 
 @quotas_app.command("list")
@@ -116,10 +116,10 @@ def _show(quotas: Mapping[str, Quota], as_json: bool) -> None:
         print_json(quotas)
         return
     rows = [
-        (project, *("-" if getattr(quota, name) is None else str(getattr(quota, name)) for name in FIELDS))
+        (project, *("-" if getattr(quota, name) is None else str(getattr(quota, name)) for name in QUOTA_FIELDS))
         for project, quota in sorted(quotas.items())
     ]
-    print("\n".join(columns([("PROJECT", *(name.upper() for name in FIELDS)), *rows])))
+    print("\n".join(columns([("PROJECT", *(name.upper() for name in QUOTA_FIELDS)), *rows])))
 
 
 def set_log_level(

@@ -1,4 +1,5 @@
-"""Opens the workload that the settings name: a coserve trace, a recording in another format, or a synthetic one."""
+"""Opens the workload that the settings name: a coserve trace, a recording in another format, or a synthetic one. Says
+which of the settings have no effect on it."""
 
 from __future__ import annotations
 
@@ -114,6 +115,7 @@ OUTPUTS = ("output_lengths", "min_tokens", "max_tokens", "median_tokens", "lengt
 ADAPTERS = ("rank", "targets", "popularity", "exponent", "adapter_prefix", "per_adapter")
 TRAINING = ("row_tokens", "steps", "epochs", "batch_tokens", "learning_rate", "checkpoint_steps")
 JOBS = ("finetune_period", "finetune_jobs", *TRAINING)
+"""Settings that depend on the same other settings: see `Rule`."""
 
 
 class Rule(NamedTuple):

@@ -23,6 +23,9 @@ from coserve.workloads.report import tables
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import Summary
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Tables = Mapping[str, Sequence[Sequence[str]]]
 
 
@@ -87,11 +90,9 @@ def _changed(scenario: Scenario) -> dict[str, str]:
     }
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 INK = {"ttft": "#2a6f97", "e2e": "#bc4b51", "train": "#5b8e7d"}
 COLUMNS = 3
+"""Panels of a row."""
 MOST_NAMES = 5
 """Maximum adapter names that fit side by side under a panel."""
 Panel = Callable[["Axes", ReplayResult, Summary], None]
