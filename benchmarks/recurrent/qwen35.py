@@ -10,7 +10,8 @@ adapter in PEFT and transformers, whose recurrence is flash-linear-attention's w
 are, and compiled; its number is the faster's. `vllm` is the same decode in vLLM (`--vllm-site`). `profile` lists the
 kernels of a decode step of 64 sequences; `kernels` times some of them by each of their launch shapes
 (`benchmarks.recurrent.kernels`). `prefill` computes prompts token by token and in chunks, and `prompts` times the
-kernels of both, and `training` those of fine-tuning (`benchmarks.recurrent.prompts`).
+kernels of both, and `training` those of fine-tuning (`benchmarks.recurrent.prompts`). `snapshots` times copies of a
+sequence's states (`benchmarks.recurrent.snapshots`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from benchmarks.finetuning.with_peft import chunked_loss, optimizer_step
 from benchmarks.peers.trainer import adapted
 from benchmarks.recurrent.kernels import measure_kernels
 from benchmarks.recurrent.prompts import measure_prefill, measure_recurrence, measure_training
+from benchmarks.recurrent.snapshots import measure_snapshots
 from benchmarks.recurrent.with_vllm import loads as vllm_loads
 from benchmarks.recurrent.with_vllm import with_vllm
 from benchmarks.serving.case import SEED, Bench, Load, Shape
@@ -50,7 +52,7 @@ FULL = Shape(32, 4096, 12288, 16, 4, 248320, 8192, "cuda", 64, 2048, 131_072)
 TINY = Shape(4, 32, 48, 4, 2, 512, 256, "cpu", 4, 32, 4096)
 HEADS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 """Sizes of the tiny shape's delta nets."""
-PARTS = ("kernels", "prompts", "training", "decode", "prefill", "profile", "finetune", "peft", "vllm")
+PARTS = ("kernels", "snapshots", "prompts", "training", "decode", "prefill", "profile", "finetune", "peft", "vllm")
 PAGE_TOKENS = 16
 DECODED = (1, 64)
 """Sequences that decode at once."""
@@ -194,6 +196,8 @@ def main() -> None:
     results = Results.of(options, "recurrent.json", __file__, vars(shape) | {"bandwidth": options.bandwidth}, seed=SEED)
     if "kernels" in wanted:
         measure_kernels(results, torch.device(shape.device), options.bandwidth, tiny=options.tiny)
+    if "snapshots" in wanted:
+        measure_snapshots(results, torch.device(shape.device), tiny=options.tiny)
     if "prompts" in wanted:
         measure_recurrence(results, torch.device(shape.device), options.bandwidth, tiny=options.tiny)
     if "training" in wanted:
@@ -203,7 +207,7 @@ def main() -> None:
         with_vllm(config_of(shape), given, 2048, options.vllm_site, results)
     if "peft" in wanted:  # first: a base puts coserve's recurrences in the place of transformers'
         with_peft(TARGETS, shape, results, tiny=options.tiny)
-    if not wanted - {"kernels", "prompts", "training", "vllm", "peft"}:
+    if not wanted - {"kernels", "snapshots", "prompts", "training", "vllm", "peft"}:
         return
     base = wrap_base(make_model(shape), name="qwen3.5-9b-random")
     if "finetune" in wanted:

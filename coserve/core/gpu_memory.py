@@ -15,8 +15,9 @@ have no graph."""
 GRAPHS = 2 << 30
 """Bytes reserved for CUDA graphs and autotuning until their size is known. Graphs are captured after the pool is
 allocated, because they record its address."""
-EXTRA_SLOTS = 2
-"""Slots of recurrent states in addition to those of sequences: one that stays zero, and one that padding writes."""
+EXTRA_SLOTS = 3
+"""Memory of recurrent states in addition to that of sequences, in slots: one that stays zero, one that padding writes,
+and the buffer of snapshots."""
 
 
 class Kept(StrEnum):

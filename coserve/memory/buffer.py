@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coserve.kernels.attention.interface import KvShape
+from coserve.kernels.gpu.device import to_device
 from coserve.kernels.quantized.fp8 import refuse_unusable
 from coserve.memory.pages import PagePool, Span
 
@@ -68,6 +69,8 @@ class PageBuffer:
         self.page_bytes = page_bytes
         self.bytes = torch.zeros(pages + 1, page_bytes, dtype=torch.uint8, device=device)
         """(P + 1, page_bytes)."""
+        self._words = self.bytes.view(torch.int64)
+        """`bytes` in the largest numbers that all indexing kernels copy: (P + 1, page_bytes / 8)."""
         self._copied = False
         """Whether the last step copied pages."""
         self._busy: NDArray[np.bool_] | None = None
@@ -96,7 +99,17 @@ class PageBuffer:
         if moved:
             self._busy = None
             places = torch.tensor([list(moved), list(moved.values())]).to(self.device)
-            self.bytes.index_copy_(0, places[1], self.bytes.index_select(0, places[0]))
+            self._words.index_copy_(0, places[1], self._words.index_select(0, places[0]))
+
+    def write(self, pages: Sequence[int], given: Tensor) -> None:
+        """Copy `given` (N, page_bytes) uint8 into N pages, in stream order."""
+        places = to_device(torch.tensor(pages), self.device)
+        self._words.index_copy_(0, places, given.view(torch.int64))
+
+    def read(self, pages: Sequence[int], to: Tensor) -> None:
+        """Copy N pages into `to` (N, page_bytes) uint8, in stream order."""
+        places = to_device(torch.tensor(pages), self.device)
+        torch.index_select(self._words, 0, places, out=to.view(torch.int64))
 
     def step_begins(self) -> None:
         """Call it before each launch of a step, when all steps before the one in flight have ended."""

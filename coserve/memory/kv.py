@@ -31,7 +31,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
 from coserve.kernels.recurrent.wrappers import MixedWithRecurrence, StaticWithRecurrence, WithRecurrence
 from coserve.memory.buffer import PageBuffer, cache_dtype, page_layout
-from coserve.memory.state_pool import StatePool
+from coserve.memory.state_pool import StatePool, StateSnapshots
 
 CPU_TOKENS = 16384
 """Default size of the pool on a CPU, in tokens."""
@@ -78,8 +78,7 @@ class KvCache:
         self.buffer = PageBuffer(pages, layout.page_bytes, device)
         self.pool = self.buffer.pool
         self.page_tokens = page_tokens
-        self.state_pages = 0 if states is None else self.buffer.pages_for(sum(map(len, states.of(0))))
-        """Pages that a snapshot of a sequence's recurrent state takes; 0: the base has none."""
+        self.snapshots = None if states is None else StateSnapshots(states, self.buffer)
         self.notes = attention_notes(device, dtype) + (() if states is None else (BY_TOKENS,))
         self._clean = not reads_only_written_slots(device, dtype)
         rows = self.buffer.bytes.view(dtype)
@@ -140,6 +139,11 @@ class KvCache:
         """Pages that can be allocated."""
         return self.pool.free_pages
 
+    @property
+    def state_pages(self) -> int:
+        """Pages that a snapshot of a sequence's recurrent state takes; 0: the base has none."""
+        return 0 if self.snapshots is None else self.snapshots.pages
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
@@ -170,29 +174,6 @@ class KvCache:
             k_PW, v_PW = pair.a_RD.to(device, non_blocking=True), pair.b_OR.to(device, non_blocking=True).T
             keys[page_T, slot_T] = as_cached(k_PW[first:].view(-1, *keys.shape[2:]), keys.dtype)
             values[page_T, slot_T] = as_cached(v_PW[first:].reshape(-1, *values.shape[2:]), values.dtype)
-
-    def keep_state(self, slot: int, pages: Sequence[int]) -> None:
-        """Copy the recurrent state in a slot into pages, in stream order."""
-        own, copied = self._state(slot, pages)
-        torch._foreach_copy_(copied, own)
-
-    def restore_state(self, slot: int, pages: Sequence[int]) -> None:
-        """Copy a recurrent state from pages into a slot, in stream order."""
-        own, copied = self._state(slot, pages)
-        torch._foreach_copy_(own, copied)
-
-    def _state(self, slot: int, pages: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The memory of a slot, and that of its copy in pages: pieces of equal sizes, (N) uint8 each."""
-        assert self.states is not None and len(pages) == self.state_pages, "expected the pages of a snapshot"
-        own, copied, at, size = list[torch.Tensor](), list[torch.Tensor](), 0, self.buffer.page_bytes
-        for part in self.states.of(slot):
-            for piece in part.tensor_split([*range(size - at % size, len(part), size)]):
-                page, start = divmod(at, size)
-                own.append(piece)
-                copied.append(self.buffer.bytes[pages[page], start : start + len(piece)])
-                at += len(piece)
-        self.buffer.step_copies()
-        return own, copied
 
     def label(self, page: int, key: bytes) -> None:
         """See `PagePool.label`. All slots of the page must be written."""

@@ -102,31 +102,44 @@ SlotsMachine.TestCase.settings = settings(max_examples=examples(50), stateful_st
 TestSlots = SlotsMachine.TestCase
 
 
-def test_a_pool_takes_the_bytes_that_are_planned_for_it() -> None:
-    shapes = {0: StateShape(56, 4, 4, 8, 6), 3: StateShape(32, 3)}
-    pool = StatePool(shapes, slots=5, dtype=torch.bfloat16, device=torch.device("cpu"))
-    taken = sum(own.conv.nbytes + own.recurrent.nbytes for own in pool.layers.values())
-    assert taken == (5 + EXTRA_SLOTS) * state_bytes(shapes, torch.bfloat16)
+def test_states_take_the_bytes_that_are_planned_for_them() -> None:
+    """The buffer of snapshots has whole pages."""
+    shapes = {0: StateShape(56, 4, 4, 8, 6), 1: StateShape(56, 4, 4, 8, 6), 3: StateShape(32, 3)}
+    kv = KvCache.for_base(Shapes(dtype=torch.bfloat16, states=shapes), 256, 4, sequences=5)
+    assert kv.states is not None and [*kv.states.layers] == [*shapes]
+    taken = sum(own.conv.nbytes + own.recurrent.nbytes for own in kv.states.layers.values())
+    state = state_bytes(shapes, torch.bfloat16)
+    assert taken + state == (5 + EXTRA_SLOTS) * state
+    assert state <= kv.state_pages * kv.buffer.page_bytes < state + 2 * kv.buffer.page_bytes
+
+
+def bits(states: StatePool, slot: int) -> torch.Tensor:
+    """All layers' states in a slot."""
+    parts = [part[slot] for layer in states.layers.values() for part in (layer.conv, layer.recurrent)]
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 
 
 def test_a_snapshot_of_a_state_is_the_same_bits_and_no_other_slots_or_pages() -> None:
-    """Parts of odd sizes, which end within pages."""
-    base = Shapes(dtype=torch.bfloat16, states={0: StateShape(57, 4, 9, 17, 5), 3: StateShape(33, 3)})
+    """Parts of odd sizes, which end within pages; layers of one shape and of others, in turns."""
+    both, conv = StateShape(57, 4, 9, 17, 5), StateShape(33, 3)
+    base = Shapes(dtype=torch.bfloat16, states={0: both, 1: conv, 3: both, 4: StateShape(heads=3, keys=5, values=7)})
     kv, chance = KvCache.for_base(base, 256, 4, sequences=3), torch.Generator().manual_seed(0)
-    assert kv.states is not None and kv.state_pages > 2
-    for slot in range(3):
-        for part in kv.states.of(slot):
+    assert kv.states is not None and kv.snapshots is not None and kv.state_pages > 2
+    for layer in kv.states.layers.values():
+        for part in (layer.conv, layer.recurrent):
             part.random_(0, 256, generator=chance)
-    slots = [torch.cat(kv.states.of(slot)) for slot in range(3)]
+    slots = [bits(kv.states, slot) for slot in range(5)]
     taken = kv.allocate(3 * kv.state_pages)
     assert taken is not None
     pages = taken[::-3]  # in any order
-    kv.keep_state(1, pages)
+    kv.snapshots.keep(1, pages)
     written = [page for page in taken if kv.buffer.bytes[page].any()]
     assert sorted(written) == sorted(pages)
-    kv.restore_state(2, pages)
-    found = [torch.cat(kv.states.of(slot)) for slot in range(3)]
-    assert [torch.equal(a, b) for a, b in zip(found, [slots[0], slots[1], slots[1]], strict=True)] == [True] * 3
+    kv.snapshots.keep(0, [page for page in taken if page not in pages][: kv.state_pages])
+    kv.snapshots.restore(2, pages)
+    found = [bits(kv.states, slot) for slot in range(5)]
+    expected = [slots[0], slots[1], slots[1], *slots[3:]]
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 5
 
 
 def test_pages_that_a_step_copies_are_not_quiet_until_it_has_ended() -> None:
@@ -135,10 +148,10 @@ def test_pages_that_a_step_copies_are_not_quiet_until_it_has_ended() -> None:
     span, _ = kv.buffer.allocate_span(2) or pytest.fail("expected a free run")
     kv.buffer.pool.release_span(span)
     pages = kv.allocate(kv.state_pages)
-    assert pages is not None
+    assert pages is not None and kv.snapshots is not None
     kv.buffer.step_begins()
     assert kv.buffer.is_quiet(span)
-    kv.keep_state(0, pages)
+    kv.snapshots.keep(0, pages)
     kv.free(pages)
     kv.buffer.step_begins()
     assert not kv.buffer.is_quiet(span)

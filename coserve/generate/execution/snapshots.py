@@ -13,10 +13,13 @@ from coserve.memory.kv import KvCache
 def snapshots(kv: KvCache, sequences: Sequence[SequenceInput]) -> Iterator[None]:
     """Restore the states of these sequences before the forward inside, and keep them after it, where they ask for
     it."""
+    if kv.snapshots is None:
+        yield
+        return
     for own in sequences:
         if own.restored:
-            kv.restore_state(own.run.slot, own.restored)
+            kv.snapshots.restore(own.run.slot, own.restored)
     yield
     for own in sequences:
         if own.kept:
-            kv.keep_state(own.run.slot, own.kept)
+            kv.snapshots.keep(own.run.slot, own.kept)

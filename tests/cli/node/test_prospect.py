@@ -59,7 +59,8 @@ def test_sizes_are_those_of_the_loaded_base(family: str) -> None:
         kv = KvCache.for_base(base, 64, 16, sequences=WISH.requests)
         assert kv.states is not None
         taken = sum(one.conv.nbytes + one.recurrent.nbytes for one in kv.states.layers.values())
-        assert needed(found, WISH).states == taken
+        buffer = found.states  # of snapshots: one state, here without the rest of its last page
+        assert needed(found, WISH).states == taken + buffer
     assert found.kv == sum(shape.heads * (shape.keys + shape.values) * 4 for shape in base.kv_shapes)
     assert weights <= found.weights <= weights * 1.1  # buffers
 
