@@ -33,6 +33,6 @@ def check_loss(settings: LoraSettings, training: TrainingRequest, base: BaseSpec
     if not learns_ends(settings, base):
         return
     if training.loss is not None:
-        raise InvalidRequest("expected no loss of pairs for an adapter of embedding or head", field="training.loss")
+        raise InvalidRequest("expected no preference loss for an adapter of embedding or head", field="training.loss")
     if training.lora_plus_ratio is not None:
         raise InvalidRequest("expected no LoRA+ for an adapter of embedding or head", field="training.lora_plus_ratio")

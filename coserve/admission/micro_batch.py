@@ -63,7 +63,7 @@ class MicroBatchShape:
     """Number of layers above them that recompute all but attention."""
     teacher: bool = False
     pairs: bool = False
-    """Whether the loss is one of pairs. The forward of a DPO loss's reference keeps no activations, and ends before the
+    """Whether it is a preference loss. The forward of a DPO loss's reference keeps no activations, and ends before the
     forward of the policy model begins."""
     graphs: bool = False
     """Whether layers run as CUDA graphs. Each captured shape has static copies of its input, its output and a gradient;

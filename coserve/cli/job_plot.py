@@ -1,5 +1,5 @@
-"""Draws the figure of `coserve jobs plot`: a job's loss, token accuracy (of pairs: rewards), learning rate and tokens
-per second."""
+"""Draws the figure of `coserve jobs plot`: a job's loss, token accuracy (preference loss: rewards), learning rate and
+tokens per second."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
     if job.published_step is not None and job.published_step != job.step:
         for panel in panels:
             panel.axvline(job.published_step, color=INK["published"], linestyle="--", linewidth=1)
-    own = "loss" if job.training.loss is None else "loss of pairs"
+    own = "loss" if job.training.loss is None else "preference loss"
     loss.set_ylabel(own if job.teacher is None else "KL divergence")
     rate.set_ylabel("learning rate")
     speed.set(ylabel="tokens / s of training", xlabel="optimizer step", ylim=(0, None))

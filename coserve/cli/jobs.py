@@ -99,7 +99,8 @@ def plot_job(
     id: str,
     out: Annotated[Path | None, typer.Option(help="file to write", show_default="ID.png")] = None,
 ) -> None:
-    """Draw a job's loss, token accuracy (loss of pairs: rewards), learning rate and tokens per second in a PNG file."""
+    """Draw a job's loss, token accuracy (preference loss: rewards), learning rate and tokens per second in a PNG
+    file."""
     path = Path(f"{id}.png") if out is None else out
     with usage_errors():
         if not path.absolute().parent.is_dir():

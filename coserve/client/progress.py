@@ -49,7 +49,8 @@ class Lines(Silent):
 
 
 class Bar(Silent):
-    """Shows a bar with steps, loss, accuracy (of pairs: rewards), tokens per second and time left; samples above it."""
+    """Shows a bar with steps, loss, accuracy (preference loss: rewards), tokens per second and time left; samples above
+    it."""
 
     def __init__(self, job: Job) -> None:
         # Imported here, as a program without a bar need not load rich.

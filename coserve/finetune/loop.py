@@ -74,7 +74,7 @@ class TrainingLoop:
     @property
     def next_rows(self) -> tuple[int, ...] | None:
         """Rows of the next micro-batch, at the end of another. None if it cannot share a forward with other jobs: an
-        evaluation, a micro-batch with a teacher or a loss of pairs, or one that recomputes layers for lack of memory.
+        evaluation, a micro-batch with a teacher or a preference loss, or one that recomputes layers for lack of memory.
 
         Cheap if the step is prepared (`BatchPlan.prepared`).
         """
@@ -195,7 +195,7 @@ class TrainingLoop:
         self.progress = msgspec.structs.replace(self.progress, pending=pending)
 
     async def _validation(self) -> list[float]:
-        """Return means over the validation rows: loss, token accuracy, and with a loss of pairs three more."""
+        """Return means over the validation rows: loss, token accuracy, and with a preference loss three more."""
         session, targets, denominator = self.session, 0, 0
         summed = self._zero_sums()
         for micro, rows in enumerate(self._cut(self._validation_rows)):

@@ -95,7 +95,7 @@ async def test_rows_and_loss_belong_together(api: Api) -> None:
     assert (status, body["error"]["line"]) == (422, 1) and "training.loss" in body["error"]["message"]
     request = {"adapter": "a", "data": [ROWS[0], {"text": "a b"}], "training": {"loss": DPO}}
     status, body = await api.call("POST", "/finetune", json=request)
-    assert (status, body["error"]["line"]) == (422, 2) and "a loss of pairs" in body["error"]["message"]
+    assert (status, body["error"]["line"]) == (422, 2) and "a preference loss" in body["error"]["message"]
 
 
 async def test_the_learning_rate_that_is_chosen_is_a_twentieth(api: Api) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.training.jobs import JobState
-from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, Schedule, SimpoLoss, TrainingSettings
+from coserve.core.training.settings import DpoLoss, OrpoLoss, PreferenceLoss, Schedule, SimpoLoss, TrainingSettings
 from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan, pack
 from coserve.data.corpus.limits import BOUNDS, check_training, longest_row
 from coserve.finetune.loop import learning_rate
@@ -183,7 +183,7 @@ def test_a_beta_of_a_dpo_loss_that_is_none_in_fp32() -> None:
         (SimpoLoss(gamma=-0.1), "gamma"),
     ],
 )
-def test_settings_of_a_loss_of_pairs_that_mean_nothing_are_refused(loss: PairLoss, field: str) -> None:
+def test_settings_of_a_preference_loss_that_mean_nothing_are_refused(loss: PreferenceLoss, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check_training(msgspec.structs.replace(TrainingSettings(), loss=loss))
     assert refused.value.field == f"training.loss.{field}"

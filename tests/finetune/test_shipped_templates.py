@@ -96,7 +96,7 @@ def test_an_answer_that_no_rendering_shows_is_refused_with_advice_that_helps() -
     row = {"messages": [QUESTION, LAST]}
     for split in (False, True):
         with pytest.raises(
-            MalformedRow, match=r"give prompt and answer as texts, or, without a loss of pairs, set training.train_on"
+            MalformedRow, match=r"give prompt and answer as texts, or, without a preference loss, set training.train_on"
         ):
             rows(template, row, split=split)
     assert rows(template, row, "all")[0][1] == ["RAIN?<|end|><|assistant|>NO<|end|>"]

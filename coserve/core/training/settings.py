@@ -104,8 +104,8 @@ class SimpoLoss(Wire, frozen=True, tag_field="type", tag="simpo"):
     """As in `DpoLoss`; TRL's `cpo_alpha`."""
 
 
-PairLoss = DpoLoss | OrpoLoss | SimpoLoss
-"""A loss of pairs of a chosen and a rejected answer."""
+PreferenceLoss = DpoLoss | OrpoLoss | SimpoLoss
+"""A loss of pairs: of a chosen and a rejected answer."""
 
 
 class TrainingRequest(Wire, frozen=True):
@@ -135,7 +135,7 @@ class TrainingRequest(Wire, frozen=True):
     one_row_per_answer: bool = False
     """Split a chat into one row per answer to learn, each with the chat up to that answer: for templates that change
     earlier answers."""
-    loss: PairLoss | None = None
+    loss: PreferenceLoss | None = None
     """None: the negative log-likelihood of the target tokens. Others need rows of `prompt`, `chosen` and
     `rejected`."""
     schedule: Schedule = Schedule.LINEAR

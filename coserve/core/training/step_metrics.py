@@ -10,7 +10,7 @@ from coserve.core.types import Wire
 
 
 class Rewards(Wire, frozen=True):
-    """Rewards of a loss of pairs, as means over the pairs. An answer's reward is beta times the log-ratio of its
+    """Rewards of a preference loss, as means over the pairs. An answer's reward is beta times the log-ratio of its
     probability to the reference's; of ORPO and SimPO, beta times the mean log-probability of its tokens."""
 
     chosen: float
@@ -23,7 +23,7 @@ class Rewards(Wire, frozen=True):
 
 class StepMetrics(Wire, frozen=True):
     """Metrics of one optimizer step. `loss` is the mean negative log-likelihood per target token, in nats; with a
-    teacher, the mean KL divergence from the teacher; with a loss of pairs, the mean over pairs."""
+    teacher, the mean KL divergence from the teacher; with a preference loss, the mean over pairs."""
 
     step: int
     total_steps: int
@@ -49,12 +49,12 @@ class StepMetrics(Wire, frozen=True):
     token_accuracy: float | None = None
     """Fraction of target tokens that have the largest logit, 0 to 1."""
     perplexity: float | None = None
-    """exp(`loss`), capped at exp(88); None for a job with a teacher or a loss of pairs."""
+    """exp(`loss`), capped at exp(88); None for a job with a teacher or a preference loss."""
     valid_token_accuracy: float | None = None
     valid_perplexity: float | None = None
     """Like `perplexity`, for `valid_loss`."""
     rewards: Rewards | None = None
-    """Rewards of the pairs in this step's batch, before its update; for jobs with a loss of pairs."""
+    """Rewards of the pairs in this step's batch, before its update; for jobs with a preference loss."""
     valid_rewards: Rewards | None = None
     """Rewards of the validation rows."""
 

@@ -17,7 +17,7 @@ TELLING = {
     "system": _AS_MESSAGE,
     "history": _AS_MESSAGE,
     "tools": "write messages, with tools beside them",
-    "label": "coserve has no KTO: leave out the rows whose label is false, or write pairs for a loss of pairs (dpo)",
+    "label": "coserve has no KTO: leave out the rows whose label is false, or write pairs for a preference loss (dpo)",
     **dict.fromkeys(("position_ids", "seq_lengths"), "a row is one sequence; coserve packs rows itself"),
     "weight": "coserve weighs rows alike, and has weight 0 for messages",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ALONE),

@@ -8,7 +8,7 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.limits import below_one
 from coserve.core.messages import characters
 from coserve.core.options import Bounds
-from coserve.core.training.settings import DpoLoss, PairLoss, TrainingSettings
+from coserve.core.training.settings import DpoLoss, PreferenceLoss, TrainingSettings
 from coserve.core.validation import check_normal
 
 LEAST = {
@@ -37,13 +37,13 @@ BOUNDS = {
     "sample_max_tokens": Bounds(1, 1024),
     "sample_temperature": Bounds(0, 100),
 }
-OF_PAIRS = {
+PREFERENCE_BOUNDS = {
     "beta": Bounds(0, 100, open=(True, False)),
     "label_smoothing": Bounds(0, 0.5, open=(False, True)),
     "sft_weight": Bounds(0, 100),
     "gamma": Bounds(0, 100),
 }
-"""Settings of losses of pairs."""
+"""Settings of preference losses."""
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 """Types of a DPO loss that have label smoothing."""
 MAX_SAMPLE_PROMPTS = 8
@@ -87,11 +87,11 @@ def check_training(training: TrainingSettings) -> None:
             raise InvalidRequest(f"expected at least 4 for a pair, got {got}", field="training.micro_batch_tokens")
         if training.train_on is not None:
             raise InvalidRequest(
-                "expected no train_on: a loss of pairs is of the answers alone", field="training.train_on"
+                "expected no train_on: a preference loss is of the answers alone", field="training.train_on"
             )
         if training.one_row_per_answer:
             raise InvalidRequest(
-                "expected it left out: a loss of pairs is of the answers alone", field="training.one_row_per_answer"
+                "expected it left out: a preference loss is of the answers alone", field="training.one_row_per_answer"
             )
     if training.one_row_per_answer and training.train_on == "all":
         raise InvalidRequest('expected train_on other than "all"', field="training.one_row_per_answer")
@@ -104,8 +104,8 @@ def check_training(training: TrainingSettings) -> None:
     _check_samples(training)
 
 
-def _check_loss(loss: PairLoss) -> None:
-    for name, bounds in OF_PAIRS.items():
+def _check_loss(loss: PreferenceLoss) -> None:
+    for name, bounds in PREFERENCE_BOUNDS.items():
         value = getattr(loss, name, None)
         if value is not None:
             check_normal(value, field=f"training.loss.{name}")

@@ -351,7 +351,7 @@ FORMATS = (
     'a row is {"text"}, {"prompt", "completion"} (texts, or lists of messages), '
     '{"messages": [{"role", "content"}, ...]}, {"instruction", "output"} (alpaca; "input" may be added), '
     '{"conversations": [{"from", "value"}, ...]} (ShareGPT), {"input_ids", "labels"} (tokenised) '
-    'or, for a loss of pairs, {"prompt", "chosen", "rejected"} '
+    'or, for a preference loss, {"prompt", "chosen", "rejected"} '
     'or {"input": {"messages"}, "preferred_output", "non_preferred_output"} (OpenAI)'
 )
 """Ending of every error about a row's shape."""

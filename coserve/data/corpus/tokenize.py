@@ -115,7 +115,7 @@ def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:
     """Raise `MalformedRow` for a row that does not fit the loss (pairs or not)."""
     for row in rows:
         if isinstance(row, PreferenceRow) is not pairs:
-            expected = "a loss of pairs expects" if pairs else "training.loss (dpo, orpo, simpo) is missing for"
+            expected = "a preference loss expects" if pairs else "training.loss (dpo, orpo, simpo) is missing for"
             raise MalformedRow(f'{expected} rows of {{"prompt", "chosen", "rejected"}}', line=row.line)
         yield row
 

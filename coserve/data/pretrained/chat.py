@@ -32,7 +32,7 @@ _SPLIT = (
     'it changes earlier answers; give all but the last answer "weight": 0, or set training.one_row_per_answer, which '
     "makes a row of each"
 )
-_OTHER_TARGETS = 'give prompt and answer as texts, or, without a loss of pairs, set training.train_on to "all"'
+_OTHER_TARGETS = 'give prompt and answer as texts, or, without a preference loss, set training.train_on to "all"'
 THINKING = ("enable_thinking", "thinking")
 """Variables by which clients turn thinking off for any model."""
 _TEMPLATE_FAULTS = (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, SimpoLoss
+from coserve.core.training.settings import DpoLoss, OrpoLoss, PreferenceLoss, SimpoLoss
 from coserve.finetune.losses.formulas import divergence_, negative_log_likelihood_, soft_cross_entropy_
 from coserve.finetune.losses.loss import TokenLoss
 from coserve.finetune.packed_rows import PackedRows
@@ -98,7 +98,7 @@ class Preference(Likelihood):
     """
 
     def __init__(
-        self, rows: PackedRows, reference_Q2: Tensor | None, loss: PairLoss, shard: VocabularyShard | None
+        self, rows: PackedRows, reference_Q2: Tensor | None, loss: PreferenceLoss, shard: VocabularyShard | None
     ) -> None:
         """`reference_Q2`: the sequences' `Likelihood` result under the reference model; None for a loss without."""
         super().__init__(rows, rows.sequence_targets, shard)
@@ -171,8 +171,10 @@ LARGEST_MEAN = -(2.0**-24)
 infinite, and their gradient is no number."""
 
 
-def preference(losses_P2: Tensor, reference_P2: Tensor, targets_P2: Tensor, loss: PairLoss) -> tuple[Tensor, Tensor]:
-    """Return the loss of pairs. Inputs (fp64): the answers' negative log-likelihoods under the model, under the
+def preference(
+    losses_P2: Tensor, reference_P2: Tensor, targets_P2: Tensor, loss: PreferenceLoss
+) -> tuple[Tensor, Tensor]:
+    """Return the preference loss. Inputs (fp64): the answers' negative log-likelihoods under the model, under the
     reference (read by a `DpoLoss` alone), and their numbers of targets.
 
     Returns sums over the pairs (fp64, (4)): the loss, the rewards of the chosen and of the rejected answers, and how

@@ -14,7 +14,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.training.settings import PairLoss
+from coserve.core.training.settings import PreferenceLoss
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.packed_rows import TargetValues
 from coserve.model.lora import LoraWeights
@@ -104,7 +104,7 @@ class Loss:
 
     teacher: LoraWeights | None = None
     """The loss is KL(teacher || student) with this adapter as teacher: this rank's shard, in the base's dtype."""
-    pairs: PairLoss | None = None
+    pairs: PreferenceLoss | None = None
     """The loss is this one of pairs of rows."""
     reference: LoraWeights | None = None
     """Reference adapter of a DPO loss, in the same form as `teacher`; None: the base."""

@@ -12,7 +12,7 @@ from coserve.api.openai.requests import adapter_of
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_SEED
 from coserve.core.schemas import FinetuneRequest
-from coserve.core.training.settings import Auto, DpoLoss, PairLoss, TrainingRequest
+from coserve.core.training.settings import Auto, DpoLoss, PreferenceLoss, TrainingRequest
 from coserve.core.types import BaseSpec
 from coserve.data.corpus.defaults import choose_training
 
@@ -51,7 +51,7 @@ def _given(value: float | Auto | None) -> float | None:
     return None if value is None or value == "auto" else float(value)
 
 
-def default_rate(loss: PairLoss | None, spec: BaseSpec) -> float:
+def default_rate(loss: PreferenceLoss | None, spec: BaseSpec) -> float:
     """Return the learning rate that `learning_rate_multiplier` multiplies."""
     return choose_training(TrainingRequest(loss=loss), rows=1, tokens=1, hidden=spec.hidden)[0].learning_rate
 

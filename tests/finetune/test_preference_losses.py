@@ -1,4 +1,4 @@
-"""Losses of pairs against TRL's own code, and jobs with them."""
+"""Preference losses against TRL's own code, and jobs with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coserve
 from coserve.core.training.micro_step import MicroStep
-from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, SimpoLoss, TrainingSettings
+from coserve.core.training.settings import DpoLoss, OrpoLoss, PreferenceLoss, SimpoLoss, TrainingSettings
 from coserve.finetune.losses.chunked import preference
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner
@@ -139,7 +139,7 @@ def test_orpo_of_answers_that_are_certain_is_finite(nlls: tuple[float, float]) -
 
 
 @pytest.mark.parametrize("loss", [OrpoLoss(), SimpoLoss()])
-def test_a_loss_without_a_reference_runs_no_other_forward(loss: PairLoss, base: Base) -> None:
+def test_a_loss_without_a_reference_runs_no_other_forward(loss: PreferenceLoss, base: Base) -> None:
     rows = pack_rows(PAIR_ROWS, [0, 1], torch.device("cpu"))
     optimizer = AdapterOptimizer(changing_adapter(base), base.spec, TrainingSettings(), base.dtype)
     lora = lora_of(optimizer.weights(), rows.tokens)
@@ -149,7 +149,7 @@ def test_a_loss_without_a_reference_runs_no_other_forward(loss: PairLoss, base: 
 
 
 @pytest.mark.parametrize("loss", [DpoLoss(loss_type="ipo", beta=0.1), OrpoLoss(beta=1.0), SimpoLoss()])
-def test_a_job_learns_the_preference(loss: PairLoss, base: Base, tmp_path: Path) -> None:
+def test_a_job_learns_the_preference(loss: PreferenceLoss, base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     job = {"loss": loss, "steps": 30, "learning_rate": 0.02, "batch_tokens": 1000, "micro_batch_tokens": 30}
     metrics = metrics_of(bench.train(bench.place(PAIR_ROWS, job_spec(PAIR_ROWS, **job))))
