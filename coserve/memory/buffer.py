@@ -98,7 +98,7 @@ class PageBuffer:
         """Copy pages to others. `moved`: old page -> new page."""
         if moved:
             self._busy = None
-            places = torch.tensor([list(moved), list(moved.values())]).to(self.device)
+            places = to_device(torch.tensor([list(moved), list(moved.values())]), self.device)
             self._words.index_copy_(0, places[1], self._words.index_select(0, places[0]))
 
     def write(self, pages: Sequence[int], given: Tensor) -> None:

@@ -27,6 +27,7 @@ from coserve.kernels.attention.interface import (
     TokenRun,
     as_cached,
 )
+from coserve.kernels.gpu.device import to_device
 from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
 from coserve.kernels.recurrent.wrappers import MixedWithRecurrence, StaticWithRecurrence, WithRecurrence
@@ -169,7 +170,7 @@ class KvCache:
         `LoraWeights.prefix`."""
         device, size = self.buffer.device, self.page_tokens
         at = torch.arange(first, prefix[0].a_RD.shape[0], device=device)
-        page_T, slot_T = torch.tensor(pages, device=device)[at // size], at % size
+        page_T, slot_T = to_device(torch.tensor(pages), device)[at // size], at % size
         for keys, values, pair in zip(self.views.keys, self.views.values, prefix, strict=True):
             k_PW, v_PW = pair.a_RD.to(device, non_blocking=True), pair.b_OR.to(device, non_blocking=True).T
             keys[page_T, slot_T] = as_cached(k_PW[first:].view(-1, *keys.shape[2:]), keys.dtype)

@@ -7,6 +7,7 @@ columns of (P, 2) are the chosen and the rejected answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, assert_never
@@ -19,6 +20,7 @@ from coserve.core.training.settings import DpoLoss, OrpoLoss, PreferenceLoss, Si
 from coserve.finetune.losses.formulas import divergence_, negative_log_likelihood_, soft_cross_entropy_
 from coserve.finetune.losses.loss import TokenLoss
 from coserve.finetune.packed_rows import PackedRows
+from coserve.kernels.gpu.device import to_device
 from coserve.model.parallel.vocabulary import VocabularyShard
 
 
@@ -108,7 +110,7 @@ class Preference(Likelihood):
         found_Q2 = super().finish(None)
         reference_Q2 = torch.zeros_like(found_Q2) if self._reference_Q2 is None else self._reference_Q2
         losses_P2, reference_P2 = found_Q2[:, 0].view(-1, 2), reference_Q2[:, 0].view(-1, 2)
-        targets_P2 = losses_P2.new_tensor(self._groups).view(-1, 2)
+        targets_P2 = to_device(torch.tensor(self._groups, dtype=torch.float64), losses_P2.device).view(-1, 2)
         sums, slopes_P2 = preference(losses_P2, reference_P2, targets_P2, self._loss)
         if gradient_1TD is not None:
             assert self._sequences_T is not None, "expected rows of pairs"
@@ -229,9 +231,9 @@ def _dpo(loss: DpoLoss, ratios_P2: Tensor, targets_P2: Tensor) -> Tensor:
         case "sigmoid_norm":
             return -logsigmoid(_margin(rewards_P2 / targets_P2))
         case "exo_pair":
-            share = torch.tensor(smoothing or LEAST_SMOOTHING, dtype=margin_P.dtype)
+            share = smoothing or LEAST_SMOOTHING
             won_P, lost_P = logsigmoid(margin_P), logsigmoid(-margin_P)
-            return won_P.exp() * (won_P - torch.log1p(-share)) + lost_P.exp() * (lost_P - share.log())
+            return won_P.exp() * (won_P - math.log1p(-share)) + lost_P.exp() * (lost_P - math.log(share))
         case "nca_pair":
             return -logsigmoid(chosen_P) - 0.5 * (logsigmoid(-chosen_P) + logsigmoid(-rejected_P))
         case "bco_pair":
