@@ -211,8 +211,9 @@ class ActiveRequests:
             self._kept.forget_all()
         free = self._free_after(request, others)
         lengths, size = self._lengths, self._pages.page_tokens
-        read = {page for each in (*(other.restored for other in self._requests), restored) for page in each}
-        later = free + len(read)  # snapshots are held until the next step
+        later = free
+        if self._states is not None:  # snapshots that are read are held until the next step
+            later += len(set(restored).union(*(other.restored for other in self._requests)))
         if free >= 0 and self._requests and not lengths.fit(self._requests, request, others, later, size):
             self._outgrown.add(request.number)
         self.lacks_pages = free < 0 or request.number in self._outgrown
