@@ -188,6 +188,7 @@ def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
         ({"quantization": "bitsandbytes"}, {}, "got 'bitsandbytes'; did you mean 'nf4'"),
         ({"kv_cache_dtype": "fp8_e4m3"}, {}, "got 'fp8_e4m3'; did you mean 'fp8'"),
         ({"dtype": "half"}, {}, "got 'half'; did you mean 'float16'"),
+        ({"generation_config": "vllm"}, {}, "got 'vllm'; did you mean 'none'"),
         ({"port": 70000}, {}, "port: expected 0 to 65535"),
         ({"max_queue": 0}, {}, "max_queue: expected at least 1"),
         ({"micro_batch_tokens": 1}, {}, "micro_batch_tokens: expected at least 2"),

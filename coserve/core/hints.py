@@ -250,6 +250,7 @@ OTHER_VALUES = {
         "sft": "sft_weight adds it",
         "kto_pair": "coserve has no KTO",
     },
+    "generation_config": {"vllm": "did you mean 'none'?"},
     "load_format": dict.fromkeys(("safetensors", "gguf"), "auto reads safetensors, and a GGUF file given as the model"),
     "quantization": {
         **dict.fromkeys(
