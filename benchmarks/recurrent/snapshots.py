@@ -34,7 +34,7 @@ def measure_snapshots(results: Results, device: torch.device, *, tiny: bool) -> 
     kv = KvCache(shapes, pages=1024, page_tokens=PAGE_TOKENS, dtype=torch.bfloat16, device=device, states=states)
     pages = kv.allocate(kv.state_pages)
     assert pages is not None and kv.snapshots is not None, "expected states, and a pool for several snapshots"
-    for name, copy in (("keep", kv.snapshots.keep), ("restore", kv.snapshots.restore)):
+    for name, copy in (("save", kv.snapshots.save), ("restore", kv.snapshots.restore)):
         call = partial(copy, 0, pages)
         about: dict[str, object] = {"pages": len(pages)}
         if device.type == "cuda":

@@ -150,7 +150,7 @@ class ActiveRequests:
         request.labelled = request.shared = len(found)
         request.computed = len(found) * self._pages.page_tokens
         if self._states is not None:
-            request.stops = self._snapshots.stops(request, cached)
+            request.snapshots_at = self._snapshots.choose(request, cached)
         if request.keys is not None and not (request.scores_prompt or request.started):
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += request.computed

@@ -40,7 +40,7 @@ def step_input(
                 prompt_scoring(item),
                 request.needs_prompt_logits,
                 tuple(request.restored),
-                () if request.kept is None else tuple(request.kept.pages),
+                () if request.saved is None else tuple(request.saved.pages),
             )
         )
     return StepInput(tuple(places), sequences), weights

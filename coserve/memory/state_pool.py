@@ -119,7 +119,7 @@ class StateSnapshots:
             for start, part in zip([0, *ends], parts, strict=False)
         ]
 
-    def keep(self, slot: int, pages: Sequence[int]) -> None:
+    def save(self, slot: int, pages: Sequence[int]) -> None:
         """Copy the state in a slot into pages."""
         for part, own in zip(self._parts, self._states.of(slot), strict=True):
             part.copy_(own)

@@ -109,10 +109,10 @@ class Request:
     """Slot of its recurrent state while it holds pages; -1: none."""
     restored: list[int] = field(default_factory=list)
     """Pages of the snapshot from which its next step begins; held until then."""
-    kept: Snapshot | None = None
-    """The snapshot that the step in flight writes."""
-    stops: tuple[int, ...] = ()
-    """Tokens of its prompt after which a chunk ends, as a snapshot is to be kept there; ascending."""
+    saved: Snapshot | None = None
+    """The snapshot that the step in flight saves."""
+    snapshots_at: tuple[int, ...] = ()
+    """Numbers of tokens of its prompt after which a snapshot is to be saved, so a chunk ends there; ascending."""
     computed: int = 0
     """Leading tokens whose keys and values are in the pages."""
     labelled: int = 0
@@ -194,7 +194,7 @@ class Request:
     @property
     def chunk(self) -> int:
         """Most tokens of it that one step may compute."""
-        return min([self.pending, *(stop - self.computed for stop in self.stops if stop > self.computed)])
+        return min([self.pending, *(end - self.computed for end in self.snapshots_at if end > self.computed)])
 
     @property
     def length(self) -> int:

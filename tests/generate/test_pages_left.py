@@ -131,9 +131,9 @@ class Life:
             memory.states[own.slot] = self.mark(start - 1)
         assert not start or memory.states[own.slot] == self.mark(start - 1), "the state is not in its slot"
         memory.states[own.slot] = self.mark(own.computed - 1)
-        if own.kept is not None:
-            assert own.kept.tokens == own.computed
-            for page, marks in zip(own.kept.pages, self.snapshot(own.computed, memory), strict=True):
+        if own.saved is not None:
+            assert own.saved.tokens == own.computed
+            for page, marks in zip(own.saved.pages, self.snapshot(own.computed, memory), strict=True):
                 assert memory.pool.references(page) == 1
                 memory.slots[page] = marks
 

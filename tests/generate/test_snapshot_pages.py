@@ -82,7 +82,7 @@ def test_a_snapshot_has_no_pages_of_an_earlier_one_that_was_evicted_in_part() ->
     for taken in ([head, tail], [head, empty]):
         own = request("any", range(9))
         give_keys(own)
-        own.kept, own.computed = Snapshot(PAGE_TOKENS, taken), PAGE_TOKENS
+        own.saved, own.computed = Snapshot(PAGE_TOKENS, taken), PAGE_TOKENS
         snapshots.settle(own)
         if tail in taken:
             allocated = pages.pool.allocate_span(2)

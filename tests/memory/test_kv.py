@@ -132,10 +132,10 @@ def test_a_snapshot_of_a_state_is_the_same_bits_and_no_other_slots_or_pages() ->
     taken = kv.allocate(3 * kv.state_pages)
     assert taken is not None
     pages = taken[::-3]  # in any order
-    kv.snapshots.keep(1, pages)
+    kv.snapshots.save(1, pages)
     written = [page for page in taken if kv.buffer.bytes[page].any()]
     assert sorted(written) == sorted(pages)
-    kv.snapshots.keep(0, [page for page in taken if page not in pages][: kv.state_pages])
+    kv.snapshots.save(0, [page for page in taken if page not in pages][: kv.state_pages])
     kv.snapshots.restore(2, pages)
     found = [bits(kv.states, slot) for slot in range(5)]
     expected = [slots[0], slots[1], slots[1], *slots[3:]]
@@ -151,7 +151,7 @@ def test_pages_that_a_step_copies_are_not_quiet_until_it_has_ended() -> None:
     assert pages is not None and kv.snapshots is not None
     kv.buffer.step_begins()
     assert kv.buffer.is_quiet(span)
-    kv.snapshots.keep(0, pages)
+    kv.snapshots.save(0, pages)
     kv.free(pages)
     kv.buffer.step_begins()
     assert not kv.buffer.is_quiet(span)

@@ -44,8 +44,8 @@ class SequenceInput(Struct, frozen=True, array_like=True):
     """Whether prompt scores are still missing: the executor must provide logits of any row."""
     restored: tuple[int, ...] = ()
     """Pages of the snapshot from which its recurrent state begins; empty: the state is in its slot, or zero."""
-    kept: tuple[int, ...] = ()
-    """Pages for a snapshot of its recurrent state after these tokens; empty: none is kept."""
+    saved: tuple[int, ...] = ()
+    """Pages for a snapshot of its recurrent state after these tokens; empty: none is saved."""
 
 
 class StepInput(Struct, frozen=True, array_like=True):

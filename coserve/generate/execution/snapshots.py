@@ -11,7 +11,7 @@ from coserve.memory.kv import KvCache
 
 @contextmanager
 def snapshots(kv: KvCache, sequences: Sequence[SequenceInput]) -> Iterator[None]:
-    """Restore the states of these sequences before the forward inside, and keep them after it, where they ask for
+    """Restore the states of these sequences before the forward inside, and save them after it, where they ask for
     it."""
     if kv.snapshots is None:
         yield
@@ -21,5 +21,5 @@ def snapshots(kv: KvCache, sequences: Sequence[SequenceInput]) -> Iterator[None]
             kv.snapshots.restore(own.run.slot, own.restored)
     yield
     for own in sequences:
-        if own.kept:
-            kv.snapshots.keep(own.run.slot, own.kept)
+        if own.saved:
+            kv.snapshots.save(own.run.slot, own.saved)
