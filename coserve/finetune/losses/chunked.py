@@ -92,7 +92,7 @@ class Divergence:
 
 class Preference(Likelihood):
     """Loss of one job's pairs. Result: fp64 (1, 5): the loss, how many targets are predicted correctly, and the three
-    other sums of `preference`.
+    other sums of `preference_loss`.
 
     A token's logits depend only on its own hidden state. So the gradient of the loss with respect to that state is the
     NLL's gradient times the derivative of the loss with respect to the NLL of the token's sequence. The head is
@@ -109,9 +109,9 @@ class Preference(Likelihood):
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
         found_Q2 = super().finish(None)
         reference_Q2 = torch.zeros_like(found_Q2) if self._reference_Q2 is None else self._reference_Q2
-        losses_P2, reference_P2 = found_Q2[:, 0].view(-1, 2), reference_Q2[:, 0].view(-1, 2)
-        targets_P2 = to_device(torch.tensor(self._groups, dtype=torch.float64), losses_P2.device).view(-1, 2)
-        sums, slopes_P2 = preference(losses_P2, reference_P2, targets_P2, self._loss)
+        nll_P2, reference_nll_P2 = found_Q2[:, 0].view(-1, 2), reference_Q2[:, 0].view(-1, 2)
+        targets_P2 = to_device(torch.tensor(self._groups, dtype=torch.float64), nll_P2.device).view(-1, 2)
+        sums, slopes_P2 = preference_loss(nll_P2, reference_nll_P2, targets_P2, self._loss)
         if gradient_1TD is not None:
             assert self._sequences_T is not None, "expected rows of pairs"
             gradient_1TD *= slopes_P2.view(-1).float()[self._sequences_T, None]
@@ -166,34 +166,34 @@ def _unfilled(rows: PackedRows) -> Tensor:
     return torch.empty(rows.targets, 2, dtype=torch.float64, device=rows.keep_K.device)
 
 
-LEAST_SMOOTHING = 1e-3
-"""The smoothing of `exo_pair` where none is given, as in TRL: the formula has its logarithm."""
+EXO_SMOOTHING = 1e-3
+"""Label smoothing of `exo_pair` where none is given, as in TRL: the formula has its logarithm."""
 LARGEST_MEAN = -(2.0**-24)
-"""Mean log-probability from which on ORPO takes odds as constant: a token's likelihood next to 1 in fp32. At 0 odds are
-infinite, and their gradient is no number."""
+"""Mean log-probability of an answer above which ORPO's odds are constant: that of the largest fp32 probability below 1.
+At 0 the odds are infinite, and their gradient is NaN."""
 
 
-def preference(
-    losses_P2: Tensor, reference_P2: Tensor, targets_P2: Tensor, loss: PreferenceLoss
+def preference_loss(
+    nll_P2: Tensor, reference_nll_P2: Tensor, targets_P2: Tensor, loss: PreferenceLoss
 ) -> tuple[Tensor, Tensor]:
-    """Return the preference loss. Inputs (fp64): the answers' negative log-likelihoods under the model, under the
-    reference (read by a `DpoLoss` alone), and their numbers of targets.
+    """Return a preference loss and its gradient. Inputs (fp64): each answer's negative log-likelihood, summed over its
+    targets, under the model and under the reference (read by a `DpoLoss` alone), and its number of targets.
 
     Returns sums over the pairs (fp64, (4)): the loss, the rewards of the chosen and of the rejected answers, and how
-    many margins are above 0; and the gradient of the loss with respect to `losses_P2` (P, 2).
+    many pairs have the larger reward for the chosen one; and the gradient of the first with respect to `nll_P2` (P, 2).
     """
     with torch.enable_grad():
-        p_P2 = (-losses_P2).requires_grad_()
-        mean_P2 = p_P2 / targets_P2
+        logp_P2 = (-nll_P2).requires_grad_()
+        mean_P2 = logp_P2 / targets_P2
         match loss:
             case DpoLoss():
-                ratios_P2 = p_P2 + reference_P2
+                ratios_P2 = logp_P2 + reference_nll_P2
                 rewards_P2 = loss.beta * ratios_P2
                 loss_P = _dpo(loss, ratios_P2, targets_P2) - loss.sft_weight * mean_P2[:, 0]
             case OrpoLoss():
                 rewards_P2 = loss.beta * mean_P2
-                unsure_P2 = mean_P2.clamp(max=LARGEST_MEAN)
-                log_odds_P2 = unsure_P2 - torch.log1p(-unsure_P2.exp())
+                below_one_P2 = mean_P2.clamp(max=LARGEST_MEAN)
+                log_odds_P2 = below_one_P2 - torch.log1p(-below_one_P2.exp())
                 loss_P = -mean_P2[:, 0] - loss.beta * logsigmoid(_margin(log_odds_P2))
             case SimpoLoss():
                 rewards_P2 = loss.beta * mean_P2
@@ -204,7 +204,7 @@ def preference(
     rewards_P2 = rewards_P2.detach()
     wins = (_margin(rewards_P2) > 0).sum().double()
     sums = torch.stack((total.detach(), *rewards_P2.sum(0).unbind(), wins))
-    return sums, -torch.autograd.grad(total, p_P2)[0]
+    return sums, -torch.autograd.grad(total, logp_P2)[0]
 
 
 def _margin(x_P2: Tensor) -> Tensor:
@@ -212,8 +212,8 @@ def _margin(x_P2: Tensor) -> Tensor:
 
 
 def _dpo(loss: DpoLoss, ratios_P2: Tensor, targets_P2: Tensor) -> Tensor:
-    """Return the loss of each pair (P). `ratios_P2`: log-probabilities, less the reference's. Names and formulas are
-    those of TRL's `DPOConfig.loss_type`, which names the papers."""
+    """Return the loss of each pair (P). `ratios_P2`: log(pi / pi_ref) of each answer. Names and formulas are those of
+    TRL's `DPOConfig.loss_type`, which names the papers."""
     beta, smoothing = loss.beta, loss.label_smoothing
     rewards_P2 = beta * ratios_P2
     chosen_P, rejected_P = rewards_P2.unbind(1)
@@ -222,8 +222,8 @@ def _dpo(loss: DpoLoss, ratios_P2: Tensor, targets_P2: Tensor) -> Tensor:
         case "sigmoid":
             return -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
         case "robust":
-            noisy_P = (1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
-            return -noisy_P / (1 - 2 * smoothing)
+            unbiased_P = (1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
+            return -unbiased_P / (1 - 2 * smoothing)
         case "hinge":
             return torch.relu(1 - margin_P)
         case "ipo":
@@ -231,9 +231,9 @@ def _dpo(loss: DpoLoss, ratios_P2: Tensor, targets_P2: Tensor) -> Tensor:
         case "sigmoid_norm":
             return -logsigmoid(_margin(rewards_P2 / targets_P2))
         case "exo_pair":
-            share = smoothing or LEAST_SMOOTHING
+            flipped = smoothing or EXO_SMOOTHING
             won_P, lost_P = logsigmoid(margin_P), logsigmoid(-margin_P)
-            return won_P.exp() * (won_P - math.log1p(-share)) + lost_P.exp() * (lost_P - math.log(share))
+            return won_P.exp() * (won_P - math.log1p(-flipped)) + lost_P.exp() * (lost_P - math.log(flipped))
         case "nca_pair":
             return -logsigmoid(chosen_P) - 0.5 * (logsigmoid(-chosen_P) + logsigmoid(-rejected_P))
         case "bco_pair":
