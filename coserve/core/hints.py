@@ -242,7 +242,6 @@ OTHER_VALUES = {
             ("image_url", "image", "input_image", "image_embeds", "video_url", "video", "input_audio", "audio_url"),
             _TEXT_ALONE,
         ),
-        **dict.fromkeys(("kto", "cpo", "rm", "ppo"), "preference losses are 'dpo', 'orpo' and 'simpo'"),
         **dict.fromkeys(("sigmoid", "hinge", "ipo"), "it is a loss_type of the type 'dpo'"),
     },
     "loss_type": {

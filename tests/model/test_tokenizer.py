@@ -139,8 +139,10 @@ def test_a_template_from_a_file_replaces_the_bases_own(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"{% if %}", "chat_template: .*given.jinja: Expected an expression"),
+        (b"", "chat_template: .*given.jinja: expected a template that writes `messages`"),
+        (b"a note", "chat_template: .*given.jinja: expected a template that writes `messages`"),
         (b"\xff", "chat_template: cannot read .*given.jinja: .*utf-8"),
-        (None, "chat_template: cannot read .*given.jinja: .*No such file"),
+        (None, "chat_template: cannot read .*given.jinja: No such file"),
     ],
 )
 def test_a_file_that_is_no_template_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:

@@ -103,8 +103,9 @@ class ChatTemplate:
         return sandbox.SandboxedEnvironment([_GenerationBlocks]).compile_template(self._source)
 
     def check(self) -> None:
-        """Raise `jinja2.TemplateError` for a template that does not compile."""
-        _ = self._compiled
+        """Raise `jinja2.TemplateError` for a template that does not compile, or reads no messages."""
+        if "messages" not in self._compiled[1]:
+            raise jinja2.TemplateError("expected a template that writes `messages`, got one that does not read them")
 
     @cached_property
     def end_of_turn(self) -> str | None:

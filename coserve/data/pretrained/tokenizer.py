@@ -340,7 +340,8 @@ def _template(path: Path, setting: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedBase(f"{setting}: cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UnsupportedBase(f"{setting}: cannot read {path}: {reason}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
