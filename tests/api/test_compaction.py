@@ -121,3 +121,10 @@ async def test_a_summary_that_is_cut_is_no_compaction(client: AsyncOpenAI) -> No
     with pytest.raises(openai.BadRequestError, match="room for a whole summary") as caught:
         await client.responses.compact(model="fake", input=TALK, extra_body={"max_output_tokens": 1})
     assert caught.value.body["param"] == "max_output_tokens"
+
+
+async def test_a_model_that_writes_nothing_is_no_fault_of_the_limit(api: Api, client: AsyncOpenAI) -> None:
+    api.reply = [0]
+    with pytest.raises(openai.BadRequestError, match="the model wrote none") as caught:
+        await client.responses.compact(model="fake", input=TALK)
+    assert caught.value.body["param"] == "input"

@@ -103,8 +103,10 @@ class ResponsesApi:
         before, chat = await self._chat(plain, summary=True)
         found = response(plain, await self._api.answer_chat(chat))
         texts = [part.text for item in found.output if isinstance(item, MessageItem) for part in item.content]
-        if found.status != "completed" or not any(texts):
+        if found.status != "completed":
             raise InvalidRequest("expected room for a whole summary, got a part", field="max_output_tokens")
+        if not any(texts):
+            raise InvalidRequest("expected a conversation that has a summary: the model wrote none", field="input")
         items = [*before, *stored_items(plain.input)]
         summary = StoredItem(id=new_id("cmp"), type="compaction", encrypted_content="".join(texts))
         return CompactedResponse(
