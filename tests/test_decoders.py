@@ -35,7 +35,7 @@ for _ in range(60):
 ROWS = """
 from coserve.data.corpus.rows import parse_row
 from coserve.core.validation import decoder_of
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 
 rows = [{"prompt": "a", "completion": "b"}, {"text": "x"}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 """  # noqa: E501

@@ -27,7 +27,9 @@ from coserve.core.hints import (
     hint,
     option_hint,
 )
-from coserve.core.schemas import AliasRequest, FinetuneRequest, GenerateRequest, ImportRequest
+from coserve.core.schemas.adapters import AliasRequest, ImportRequest
+from coserve.core.schemas.generation import GenerateRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.core.types import LoraSettings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ from coserve.cli.finetuning.settings import request_settings
 from coserve.client.options import finetune_request
 from coserve.core.errors import InvalidRequest, UnknownField
 from coserve.core.hints import fields_of
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.core.training.settings import TrainingRequest
 
 PEFT = {

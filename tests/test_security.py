@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coserve.core import schemas
 from coserve.core.access.schemas import CreateKey, LogLevel, Quota
 from coserve.core.errors import InvalidRequest, UnknownField
+from coserve.core.schemas import adapters, documents, generation, jobs
 from coserve.core.validation import decoder_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,9 +90,17 @@ def test_secrets_are_compared_in_constant_time() -> None:
     assert (PACKAGE / "api/access/keys.py").read_text().count("hmac.compare_digest") == 2
 
 
+REQUESTS = [
+    kind
+    for module in (adapters, documents, generation, jobs)
+    for name, kind in vars(module).items()
+    if name.endswith("Request") and kind.__module__ == module.__name__
+]
+
+
 @pytest.mark.parametrize(
     "kind",
-    [CreateKey, Quota, LogLevel, *(getattr(schemas, name) for name in schemas.__all__ if name.endswith("Request"))],
+    [CreateKey, Quota, LogLevel, *REQUESTS],
     ids=lambda kind: kind.__name__,
 )
 def test_fields_that_nobody_knows_are_refused(kind: type[msgspec.Struct]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraRequest
 from tests.support.daemon_process import DaemonProcess

@@ -30,7 +30,7 @@ from benchmarks.documents.learning import PHASES
 from benchmarks.serving.http_case import FULL, model_folder
 from coserve.client import AsyncClient
 from coserve.config import Config
-from coserve.core.schemas import JobEvent
+from coserve.core.schemas.jobs import JobEvent
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.workloads.arrivals import Process
 from coserve.workloads.distributions import Lengths

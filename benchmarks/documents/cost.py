@@ -12,8 +12,8 @@ from benchmarks.documents.arms import daemon
 from benchmarks.serving.http_case import FULL, SMALL, model_folder
 from coserve.client import Client
 from coserve.core.limits import MAX_MESSAGES
-from coserve.core.schemas import JobEvent
 from coserve.core.schemas.documents import UserQuestion
+from coserve.core.schemas.jobs import JobEvent
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.workloads.bundled import bundled_rows
 

@@ -13,8 +13,8 @@ import msgspec
 from benchmarks.documents.cost import phase_times
 from benchmarks.documents.facts import Document
 from coserve.client import AsyncClient
-from coserve.core.schemas import JobEvent
 from coserve.core.schemas.documents import DocumentSettings, Recipe
+from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraSettings
 

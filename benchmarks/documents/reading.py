@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from benchmarks.documents.arms import in_prompt
 from benchmarks.documents.facts import FACTS
 from benchmarks.documents.relations import RELATIONS, Relation, person, some_relations
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.data.documents.prompts import KINDS, Prompts
 
 PROMPTS = Prompts(chat=True, instruction="Answer in one short sentence.")

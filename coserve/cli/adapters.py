@@ -18,7 +18,7 @@ from coserve.cli.jobs import follow_job
 from coserve.client import Client
 from coserve.core.errors import CoserveError
 from coserve.core.limits import PAGE_SIZE
-from coserve.core.schemas import Adapter, ConvertedAdapter
+from coserve.core.schemas.adapters import Adapter, ConvertedAdapter
 from coserve.lora.files.wrapped import check_decoder, rename_decoder
 
 adapters_app = command_group("List, import, download, read ahead, roll back, convert and delete adapters.")

@@ -9,7 +9,7 @@ import typer
 from coserve.cli.app import command_group
 from coserve.cli.common import AsJson, client_command, json_text, print_list
 from coserve.client import Client
-from coserve.core.schemas import Alias
+from coserve.core.schemas.adapters import Alias
 
 aliases_app = command_group("Let names mean versions of adapters: move, split, promote and roll back.")
 

@@ -12,7 +12,8 @@ import typer
 
 from coserve.client import Client, JobHandle
 from coserve.core.errors import AdapterBusy, AdapterNotFound
-from coserve.core.schemas import ConvertedAdapter, Job
+from coserve.core.schemas.adapters import ConvertedAdapter
+from coserve.core.schemas.jobs import Job
 from coserve.workloads.bundled import bundled_prompts
 
 GENERATIONS = "generations"

@@ -118,7 +118,8 @@ def _field_hint(option: str, command: str, options: Collection[str]) -> str:
     if command not in ("finetune", "generate"):
         return ""
     from coserve.cli.finetuning.settings import ARGUMENTS
-    from coserve.core.schemas import FinetuneRequest, GenerateRequest  # the command has already imported them
+    from coserve.core.schemas.generation import GenerateRequest
+    from coserve.core.schemas.jobs import FinetuneRequest
 
     name, request = option.lstrip("-").replace("-", "_"), FinetuneRequest if command == "finetune" else GenerateRequest
     found = hint(name, "", fields_of(request))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coserve.core.schemas import Job, JobEvent
+from coserve.core.schemas.jobs import Job, JobEvent
 from coserve.core.training.step_metrics import Rewards, StepMetrics
 
 if TYPE_CHECKING:

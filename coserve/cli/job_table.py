@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from coserve.client.options import cut_warning
 from coserve.client.progress import clock, learned_texts
-from coserve.core.schemas import DocumentJob, EvalScore, Job, Preparing
+from coserve.core.schemas.documents import DocumentJob
+from coserve.core.schemas.jobs import EvalScore, Job, Preparing
 
 HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT")
 LEAST_NAME = 8

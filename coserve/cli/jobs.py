@@ -20,7 +20,7 @@ from coserve.client import Client, JobHandle
 from coserve.client.progress import sample_lines
 from coserve.core.errors import InvalidRequest, WrongJobState
 from coserve.core.limits import PAGE_SIZE
-from coserve.core.schemas import Job, JobEvent, Sample
+from coserve.core.schemas.jobs import Job, JobEvent, Sample
 from coserve.core.training.jobs import JobState
 
 jobs_app = command_group("List, watch, plot, pause, resume, cancel and delete fine-tuning jobs.")

@@ -1,6 +1,6 @@
 """The SDK: `Client` and `AsyncClient` for a running daemon.
 
-Responses are the structs of `coserve.core.schemas`, errors are exceptions of `coserve.core.errors`.
+Responses are the structs of the modules of `coserve.core.schemas`, errors are exceptions of `coserve.core.errors`.
 
     with coserve.Client() as client:
         job = client.finetune("pirate", [{"prompt": "Hello", "completion": "Ahoy!"}], lora={"r": 8})

@@ -37,8 +37,7 @@ from coserve.client.transport import HttpTransport, Response, Transport
 from coserve.core.errors import InternalError, InvalidRequest, Unreachable
 from coserve.core.health import Health
 from coserve.core.hints import fields_of, hint
-from coserve.core.schemas import (
-    STREAM_END,
+from coserve.core.schemas.adapters import (
     Adapter,
     AdapterList,
     AdapterUpdate,
@@ -49,18 +48,12 @@ from coserve.core.schemas import (
     ConvertRequest,
     DeletedAdapter,
     Distillation,
-    EvalRequest,
-    FinetuneRequest,
-    GenerateChunk,
-    GenerateResponse,
     ImportRequest,
-    Job,
-    JobList,
-    OnConflict,
-    Preparing,
     RollbackRequest,
-    RowField,
 )
+from coserve.core.schemas.generation import GenerateChunk, GenerateResponse
+from coserve.core.schemas.jobs import EvalRequest, FinetuneRequest, Job, JobList, OnConflict, Preparing, RowField
+from coserve.core.schemas.service import STREAM_END
 from coserve.core.training.schemas import Session, SessionRequest
 from coserve.core.training.settings import TrainingRequest
 
@@ -241,10 +234,10 @@ class AsyncClient:
         local `file` (text, Markdown or PDF), its content, a folder or several of them, or the `path` of a file or
         folder at the daemon.
 
-        `settings` are those of `coserve.core.schemas.DocumentSettings` (`recipe`, `generator`, `questions`, ...);
-        `lora`, `training` and the others are as in `finetune`. The job's `info.document` has its phase and, at the end,
-        its evaluation; a job whose adapter has learned nothing fails with `NotLearned`. docs/guide/documents.md
-        describes all.
+        `settings` are those of `coserve.core.schemas.documents.DocumentSettings` (`recipe`, `generator`, `questions`,
+        ...); `lora`, `training` and the others are as in `finetune`. The job's `info.document` has its phase and, at
+        the end, its evaluation; a job whose adapter has learned nothing fails with `NotLearned`.
+        docs/guide/documents.md describes all.
         """
         if (given := sum(each is not None for each in (text, path, file))) != 1:
             raise InvalidRequest(f"expected one of text, file and path, got {given or 'none'}", field="text")

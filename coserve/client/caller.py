@@ -17,7 +17,7 @@ from coserve.client.options import encode_body
 from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
 from coserve.core.errors import CapacityError, CoserveError, InternalError, InvalidRequest, Unreachable
-from coserve.core.schemas import Job, Preparing, SubmissionEvent
+from coserve.core.schemas.jobs import Job, Preparing, SubmissionEvent
 from coserve.core.validation import decode_json
 
 T = TypeVar("T")

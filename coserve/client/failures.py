@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from coserve.client.transport import Response
 from coserve.core import errors
-from coserve.core.schemas import ErrorBody, ErrorInfo
+from coserve.core.schemas.service import ErrorBody, ErrorInfo
 from coserve.core.validation import decode_json
 
 _BY_STATUS: dict[int, type[errors.CoserveError]] = {

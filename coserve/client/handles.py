@@ -10,7 +10,7 @@ from coserve.client.caller import Caller, decode
 from coserve.client.failures import job_error
 from coserve.client.progress import progress_for
 from coserve.core.errors import CapacityError, CoserveError, Unreachable
-from coserve.core.schemas import DeletedJob, Job, JobEvent
+from coserve.core.schemas.jobs import DeletedJob, Job, JobEvent
 from coserve.core.training.jobs import JobState
 
 

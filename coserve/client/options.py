@@ -16,18 +16,13 @@ from coserve.client.transport import Upload
 from coserve.core.document_files import read_document, refuse_rows
 from coserve.core.errors import InvalidRequest
 from coserve.core.hints import fields_of, hint
+from coserve.core.messages import ChatMessage
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.sampling import SamplingOptions
-from coserve.core.schemas import (
-    ChatMessage,
-    DocumentRequest,
-    EvalRequest,
-    FinetuneRequest,
-    GenerateRequest,
-    ImportRequest,
-    Job,
-    UserQuestion,
-)
+from coserve.core.schemas.adapters import ImportRequest
+from coserve.core.schemas.documents import DocumentRequest, UserQuestion
+from coserve.core.schemas.generation import GenerateRequest
+from coserve.core.schemas.jobs import EvalRequest, FinetuneRequest, Job
 from coserve.core.schemas.output_format import ResponseFormat, StructuredOutputs
 from coserve.core.training.other_names import with_own_names
 from coserve.core.training.settings import TrainingRequest
@@ -56,8 +51,8 @@ Prompt = str | Sequence[int]
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """Generation options: the other fields of `coserve.core.schemas.GenerateRequest`, with its defaults. Times in
-    seconds."""
+    """Generation options: the other fields of `coserve.core.schemas.generation.GenerateRequest`, with its defaults.
+    Times in seconds."""
 
     tools: list[dict[str, Any]] | None
     chat_template_kwargs: dict[str, Any] | None
@@ -173,7 +168,7 @@ def _lora_request(given: LoraOptions) -> LoraRequest:
 
 
 class DocumentOptions(TypedDict, total=False):
-    """Options of `learn`: fields of `coserve.core.schemas.DocumentSettings`, with its defaults."""
+    """Options of `learn`: fields of `coserve.core.schemas.documents.DocumentSettings`, with its defaults."""
 
     recipe: Literal["topk_kd", "ce", "lm", "cartridge", "encoder"]
     prefix_tokens: int

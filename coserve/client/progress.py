@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Self
 
-from coserve.core.schemas import Job, JobEvent, Sample
+from coserve.core.schemas.jobs import Job, JobEvent, Sample
 from coserve.core.training.step_metrics import StepMetrics
 
 EVERY = 30.0

@@ -22,7 +22,7 @@ from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import Transport
 from coserve.core.cancellation import cancel_all
 from coserve.core.errors import InvalidRequest
-from coserve.core.schemas import Job, Preparing
+from coserve.core.schemas.jobs import Job, Preparing
 from coserve.core.training.schemas import Session
 
 A = TypeVar("A")

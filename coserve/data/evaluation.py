@@ -13,7 +13,8 @@ from typing import Any
 import re2
 
 from coserve.core.errors import CorpusError, InvalidRequest, MalformedRow
-from coserve.core.schemas import EvalScore, PromptLogprob
+from coserve.core.schemas.generation import PromptLogprob
+from coserve.core.schemas.jobs import EvalScore
 from coserve.core.types import Wire
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import as_json_lines

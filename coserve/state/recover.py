@@ -14,7 +14,7 @@ import msgspec
 
 from coserve.core.errors import JobNotFound, StartupError, StorageError, StorageFailed
 from coserve.core.names import ADAPTER_FILES, CHECKPOINT_STATE
-from coserve.core.schemas import ErrorInfo
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.validation import decode_json
 from coserve.state.durable import read_errors, remove_dir

@@ -11,7 +11,7 @@ from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
 from coserve.client.failures import job_error
 from coserve.core import errors
 from coserve.core.names import NAME_RULE, is_adapter_ref, is_name
-from coserve.core.schemas import JobEvent
+from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraRequest

@@ -20,7 +20,7 @@ from coserve.core.errors import BaseMismatch
 from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.link.generation import Generate
 from coserve.core.names import ADAPTER_FILES
-from coserve.core.schemas import AdapterUpdate
+from coserve.core.schemas.adapters import AdapterUpdate
 from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
 from coserve.state.registry.registry import Registry

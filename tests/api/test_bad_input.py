@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from coserve.api.http.bodies import MAX_JSON_BYTES
 from coserve.api.openai.schemas import ChatRequest, CompletionRequest
 from coserve.core.errors import CoserveError
-from coserve.core.schemas import FinetuneRequest, GenerateRequest, ImportRequest
+from coserve.core.schemas.adapters import ImportRequest
+from coserve.core.schemas.generation import GenerateRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.state.failpoints import armed
 from tests.support.api_server import Api, form, serve_api
 from tests.support.examples import examples

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from coserve.core.names import ADAPTER_WEIGHTS
-from coserve.core.schemas import HistoryPoint
+from coserve.core.schemas.service import HistoryPoint
 from coserve.core.types import AdapterRef
 from coserve.lora.files.packed_header import PACKED_FILE
 from coserve.lora.store.files import save_adapter

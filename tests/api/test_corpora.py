@@ -13,7 +13,7 @@ import pytest
 from coserve.cli.app import run
 from coserve.client import AsyncClient
 from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
-from coserve.core.schemas import Job
+from coserve.core.schemas.jobs import Job
 from tests.support.api_server import Api, form
 
 ROWS = [{"id": n, "question": f"Who is {n}?", "answer": f" I,\n {n}."} for n in range(5)]

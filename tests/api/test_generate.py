@@ -17,7 +17,7 @@ from coserve.config import Config
 from coserve.core.errors import EngineUnavailable
 from coserve.core.link.generation import CancelRequest, Generate, RequestFailed
 from coserve.core.sampling import SamplingDefaults, SamplingParams
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.core.types import Slo
 from tests.support.api_server import REPLY, Api, read_events, serve_api, tokenizer
 from tests.support.fake_engine import write_peft

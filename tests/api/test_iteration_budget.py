@@ -25,7 +25,7 @@ from coserve.core.link.channel import api_end, engine_end
 from coserve.core.link.generation import Admitted, Tokens
 from coserve.core.link.link import FromEngine
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
-from coserve.core.schemas import GenerateChunk, PromptLogprob
+from coserve.core.schemas.generation import GenerateChunk, PromptLogprob
 from coserve.core.types import FinishReason
 from coserve.data.offload.protocol import TaskContext, name_of
 from tests.support.api_server import tokenizer

@@ -11,7 +11,7 @@ import pytest
 from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.link.generation import Generate
 from coserve.core.names import ADAPTER_FILES
-from coserve.core.schemas import Adapter
+from coserve.core.schemas.adapters import Adapter
 from coserve.core.types import AdapterRef
 from tests.support.api_server import Api, form
 from tests.support.fake_engine import write_peft

@@ -11,7 +11,7 @@ import pytest
 from coserve.api.openai.responses.answers import response
 from coserve.api.openai.responses.schemas import ResponseRequest
 from coserve.api.openai.schemas import ChatAnswer, ChatChoice, ChatCompletion, ChatFinish
-from coserve.core.schemas import Usage
+from coserve.core.schemas.generation import Usage
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
 from tests.support.chat_templates import GPT_OSS, QWEN3
 

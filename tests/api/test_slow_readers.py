@@ -21,7 +21,7 @@ from coserve.api.generation.output_queue import MAX_MERGED, UNMERGED, EngineOutp
 from coserve.api.http.sse import EventStream
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
-from coserve.core.schemas import ErrorBody, ErrorInfo
+from coserve.core.schemas.service import ErrorBody, ErrorInfo
 from coserve.core.types import FinishReason
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import FakeEngine

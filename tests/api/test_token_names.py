@@ -11,7 +11,7 @@ from coserve.api.generation.choice_decoder import ChoiceDecoder, ChoiceDelta
 from coserve.api.openai.completions import by_text, logprobs_of
 from coserve.core.link.generation import Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
-from coserve.core.schemas import ChosenLogprob, Logprob
+from coserve.core.schemas.generation import ChosenLogprob, Logprob
 from coserve.core.types import FinishReason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import Api, read_events, tokenizer

@@ -11,8 +11,8 @@ from benchmarks.documents.alone import alone
 from benchmarks.documents.facts import documents
 from benchmarks.documents.learning import PHASES, Learning, means, phases_took
 from coserve.client import AsyncClient
-from coserve.core.schemas import DocumentJob, JobEvent
-from coserve.core.schemas.documents import DocumentSettings, Phase
+from coserve.core.schemas.documents import DocumentJob, DocumentSettings, Phase
+from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.step_metrics import StepMetrics
 from tests.support.real_server import serve_real
 

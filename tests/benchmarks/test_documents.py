@@ -19,8 +19,8 @@ from benchmarks.documents.measured import Measured
 from benchmarks.documents.reader import Reader
 from benchmarks.documents.reading import COPIES, Batches, Reading
 from benchmarks.documents.relations import RELATIONS, of_benchmark
-from coserve.core.schemas import DocumentJob, JobEvent
-from coserve.core.schemas.documents import DocumentSettings, Phase
+from coserve.core.schemas.documents import DocumentJob, DocumentSettings, Phase
+from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraSettings

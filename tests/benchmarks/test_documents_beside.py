@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.documents.beside import Window, due_in, measures, windows
-from coserve.core.schemas import DocumentJob, JobEvent
-from coserve.core.schemas.documents import DocumentSettings, Phase
+from coserve.core.schemas.documents import DocumentJob, DocumentSettings, Phase
+from coserve.core.schemas.jobs import JobEvent
 from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import Sample
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from coserve.cli import adapters, common
 from coserve.cli.app import app
-from coserve.core.schemas import Adapter, AdapterList, ConvertedAdapter, DeletedAdapter
+from coserve.core.schemas.adapters import Adapter, AdapterList, ConvertedAdapter, DeletedAdapter
 from tests.support.records import make_adapter_info
 
 ADAPTER = make_adapter_info("poet-bd4", rank=32, source="convert:poet@2", bytes=1 << 20, bd_blocks=4)

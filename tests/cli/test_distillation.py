@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from coserve.cli import common
 from coserve.cli.app import app
 from coserve.core.errors import AdapterBusy, InvalidRequest
-from coserve.core.schemas import ConvertedAdapter, Job
+from coserve.core.schemas.adapters import ConvertedAdapter
+from coserve.core.schemas.jobs import Job
 from coserve.core.training.jobs import JobState
 from tests.support.records import make_adapter_info, make_metrics
 from tests.support.sdk import job

@@ -12,7 +12,7 @@ import pytest
 from coserve.cli import common
 from coserve.cli.app import run
 from coserve.cli.failures import USAGE
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from tests.support.sdk import job
 
 

@@ -17,7 +17,9 @@ from coserve.cli.app import app
 from coserve.cli.common import json_text
 from coserve.cli.job_plot import collect_steps, learned_curves, plot_title
 from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_notes, job_table
-from coserve.core.schemas import DocumentJob, DocumentSettings, ErrorInfo, Job, JobEvent, JobList, Preparing, Sample
+from coserve.core.schemas.documents import DocumentJob, DocumentSettings
+from coserve.core.schemas.jobs import Job, JobEvent, JobList, Preparing, Sample
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.training.step_metrics import Rewards

@@ -23,7 +23,7 @@ from coserve.core.errors import (
     Unreachable,
     WrongJobState,
 )
-from coserve.core.schemas import Preparing, SubmissionEvent
+from coserve.core.schemas.jobs import Preparing, SubmissionEvent
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.sources import PIECES
 from tests.support.api_server import REPLY, Api, serve_api

@@ -19,7 +19,9 @@ from coserve.core.errors import (
     Unreachable,
 )
 from coserve.core.health import Health
-from coserve.core.schemas import AdapterList, ChatMessage, DeletedAdapter, JobList
+from coserve.core.messages import ChatMessage
+from coserve.core.schemas.adapters import AdapterList, DeletedAdapter
+from coserve.core.schemas.jobs import JobList
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
 from tests.support.records import make_adapter_info

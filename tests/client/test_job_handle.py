@@ -10,8 +10,9 @@ import pytest
 from coserve.client import AsyncJobHandle, Response, RetryPolicy
 from coserve.client.progress import Bar, Lines
 from coserve.core.errors import JobError, JobNotFound, NonFiniteLoss, Unreachable
-from coserve.core.schemas import DocumentJob, ErrorInfo, JobEvent, Sample
-from coserve.core.schemas.documents import DocumentSettings, Phase
+from coserve.core.schemas.documents import DocumentJob, DocumentSettings, Phase
+from coserve.core.schemas.jobs import JobEvent, Sample
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
 from tests.support.sdk import Daemon, job, job_event, refusal, reply, sse, streamed
 

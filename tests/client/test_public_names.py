@@ -21,7 +21,7 @@ from coserve.client import (
     TrainingSession,
 )
 from coserve.core.sampling import SamplingFields, SamplingOptions
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 
 
 def test_exported_names() -> None:

@@ -16,7 +16,7 @@ import pytest
 import coserve
 from coserve.client import Client, JobHandle, MockTransport, Request, Response
 from coserve.core.errors import AdapterNotFound, InvalidRequest
-from coserve.core.schemas import Preparing, SubmissionEvent
+from coserve.core.schemas.jobs import Preparing, SubmissionEvent
 from coserve.core.training.jobs import JobState
 from tests.support.sdk import GENERATED, chunk, job, job_event, refusal, reply, sse, stream_of, streamed
 

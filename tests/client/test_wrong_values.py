@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.schemas import ChatMessage, Distillation
+from coserve.core.messages import ChatMessage
+from coserve.core.schemas.adapters import Distillation
 from coserve.core.training.settings import Optimizer
 from coserve.core.types import LoraSettings
 from tests.support.sdk import GENERATED, Daemon, job, reply

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.sampling import NEUTRAL, SamplingDefaults
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.data.pretrained.generation_config import load_sampling_defaults
 
 

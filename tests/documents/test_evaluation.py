@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from coserve.api.documents.evaluation import Evaluation
-from coserve.core.schemas import DocumentEvaluation, PromptLogprob
+from coserve.core.schemas.documents import DocumentEvaluation
+from coserve.core.schemas.generation import PromptLogprob
 from coserve.core.types import AdapterRef
 from coserve.data.documents.lessons import Lesson
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from coserve.api.documents.evaluation import Scored, better
 from coserve.core.errors import CheckpointUnreadable, EmptyCorpus
-from coserve.core.schemas import DocumentSettings
-from coserve.core.schemas.documents import Recipe
+from coserve.core.schemas.documents import DocumentSettings, Recipe
 from coserve.data.corpus.batch import corpus_batch
 from coserve.data.corpus.tokenized import REST, Corpus
 from coserve.data.documents.lessons import TOP_K, Lesson, held_out, lesson_corpus

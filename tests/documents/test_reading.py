@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coserve.core.document_files import decoded_text, read_document
 from coserve.core.errors import EmptyCorpus, UnreadableCorpus
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.data.documents.prompts import Prompts, asked_sentence, clean_question, different, grounded, nearest_chunks
 from coserve.data.documents.reading import PIECE, split_text
 from tests.support.api_server import tokenizer

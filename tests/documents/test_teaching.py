@@ -9,7 +9,8 @@ from pathlib import Path
 from coserve.api.documents.asking import AT_ONCE, Asked
 from coserve.api.documents.teaching import Teaching
 from coserve.core.errors import PromptTooLong
-from coserve.core.schemas import DocumentJob, DocumentSettings, GenerateRequest
+from coserve.core.schemas.documents import DocumentJob, DocumentSettings
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.core.types import AdapterRef
 from coserve.data.documents.reading import Chunks
 from tests.support.api_server import tokenizer

@@ -19,7 +19,7 @@ from coserve.api.http.parsing import decode_json
 from coserve.core.errors import CheckpointUnreadable, InvalidRequest
 from coserve.core.link.jobs import JobCheckpoint
 from coserve.core.names import CHECKPOINT_STATE
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.core.training.settings import Optimizer, TrainingRequest, TrainingSettings
 from coserve.data.corpus.defaults import choose_training
 from coserve.finetune.lora_tensors import named_tensors

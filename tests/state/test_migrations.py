@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coserve.core.schemas import DocumentJob, DocumentSettings
+from coserve.core.schemas.documents import DocumentJob, DocumentSettings
 from coserve.core.types import AdapterRef
 from coserve.state.backup import back_up
 from coserve.state.folder import DataFolder

@@ -20,7 +20,8 @@ from coserve.core.errors import (
     StorageFull,
     WrongJobState,
 )
-from coserve.core.schemas import ErrorInfo, Sample
+from coserve.core.schemas.jobs import Sample
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState, Teacher
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.state.failpoints import armed

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from coserve.core.schemas import STREAM_END
+from coserve.core.schemas.service import STREAM_END
 from tests.support.sdk import chunk, sse
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
-from coserve.core.schemas import Adapter
+from coserve.core.schemas.adapters import Adapter
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.training.step_metrics import StepMetrics

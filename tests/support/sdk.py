@@ -10,7 +10,9 @@ import msgspec
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy
 from coserve.client.caller import Caller
 from coserve.core.errors import CoserveError
-from coserve.core.schemas import STREAM_END, Choice, GenerateChunk, GenerateResponse, Job, JobEvent, Timing, Usage
+from coserve.core.schemas.generation import Choice, GenerateChunk, GenerateResponse, Timing, Usage
+from coserve.core.schemas.jobs import Job, JobEvent
+from coserve.core.schemas.service import STREAM_END
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings

@@ -28,7 +28,7 @@ from coserve.core.garbage import freeze_and_collect_young
 from coserve.core.link.engine import EngineReady
 from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Admitted, Generate, Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
-from coserve.core.schemas import JobEvent
+from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.types import FinishReason
 from coserve.state.folder import DataFolder

@@ -10,7 +10,10 @@ import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response
 from coserve.core.errors import AdapterNotFound, InvalidRequest, QueueFull, Unreachable
-from coserve.core.schemas import DeletedAdapter, DeletedJob, ErrorBody, ErrorInfo, GenerateChunk, JobEvent
+from coserve.core.schemas.adapters import DeletedAdapter
+from coserve.core.schemas.generation import GenerateChunk
+from coserve.core.schemas.jobs import DeletedJob, JobEvent
+from coserve.core.schemas.service import ErrorBody, ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.replay import ReplayResult, Rest, replay

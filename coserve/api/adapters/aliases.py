@@ -12,7 +12,7 @@ from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.node import Node
 from coserve.core.errors import AdapterNotFound, InvalidRequest
 from coserve.core.names import split_ref
-from coserve.core.schemas import Alias, AliasList, AliasRequest
+from coserve.core.schemas.adapters import Alias, AliasList, AliasRequest
 from coserve.core.types import AdapterRef
 from coserve.state.registry.records import AliasRecord
 from coserve.state.registry.registry import Registry

@@ -28,7 +28,7 @@ from coserve.core.cancellation import Commits, keep_task, uncancelled
 from coserve.core.errors import AdapterNotFound, BaseMismatch, InvalidRequest, NameTaken, StorageError, UnsafeAdapter
 from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.names import ADAPTER_FILES
-from coserve.core.schemas import Adapter, AdapterList, AdapterUpdate, DeletedAdapter, ImportRequest
+from coserve.core.schemas.adapters import Adapter, AdapterList, AdapterUpdate, DeletedAdapter, ImportRequest
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.offload.pool import HelperPool
 from coserve.lora.files.archive import AdapterArchive

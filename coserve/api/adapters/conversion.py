@@ -19,8 +19,8 @@ from coserve.api.node import Node
 from coserve.core.cancellation import uncancelled, uncancelled_thread
 from coserve.core.errors import AdapterError, InvalidRequest, StorageError
 from coserve.core.names import NAME_RULE, is_name
-from coserve.core.schemas import Adapter, ConvertedAdapter, ConvertRequest, Distillation, FinetuneRequest, Job
-from coserve.core.schemas.adapters import ConversionReport
+from coserve.core.schemas.adapters import Adapter, ConversionReport, ConvertedAdapter, ConvertRequest, Distillation
+from coserve.core.schemas.jobs import FinetuneRequest, Job
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
 from coserve.data.offload.pool import HelperPool
 from coserve.data.offload.protocol import TaskContext

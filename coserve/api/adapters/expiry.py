@@ -11,7 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, StorageError
-from coserve.core.schemas import DeletedAdapter
+from coserve.core.schemas.adapters import DeletedAdapter
 from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 

@@ -14,7 +14,7 @@ from coserve.api.answers.families import ToolFamily, long_id
 from coserve.api.answers.tool_parser import ToolParser
 from coserve.api.answers.typed_arguments import Schemas
 from coserve.core.grammar import CallStart
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"

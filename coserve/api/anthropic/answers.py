@@ -10,7 +10,7 @@ import msgspec
 
 from coserve.api.anthropic import schemas
 from coserve.api.openai.schemas import ChatChunk, ChatChunkChoice, ChatCompletion, ChatFinish, ToolCallDelta
-from coserve.core.schemas import Usage
+from coserve.core.schemas.generation import Usage
 
 _REASONS: dict[ChatFinish, schemas.StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -14,7 +14,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.generation.prompts import encode_prompt
 from coserve.core.errors import CapacityError, EngineUnavailable
-from coserve.core.schemas import ChosenLogprob, GenerateRequest, PromptLogprob
+from coserve.core.schemas.generation import ChosenLogprob, GenerateRequest, PromptLogprob
 from coserve.core.types import AdapterRef
 from coserve.state.retries import FOR_EVER
 

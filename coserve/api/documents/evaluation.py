@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 
 from coserve.api.documents.asking import Asker
 from coserve.core.cancellation import task_group
-from coserve.core.schemas import AnswerScore, DocumentEvaluation
+from coserve.core.schemas.documents import AnswerScore, DocumentEvaluation
 from coserve.core.types import AdapterRef, Wire
 from coserve.data.documents.lessons import Lesson
 from coserve.state.failpoints import failpoint

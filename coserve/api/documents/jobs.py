@@ -28,7 +28,7 @@ from coserve.core.errors import (
     failure_text,
 )
 from coserve.core.link.jobs import CancelJob, JobNote, JobSnapshot
-from coserve.core.schemas import DocumentEvaluation, DocumentJob
+from coserve.core.schemas.documents import DocumentEvaluation, DocumentJob
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.limits import longest_row
 from coserve.data.corpus.tokenized import Corpus

@@ -13,7 +13,8 @@ from coserve.api.http.parsing import local_path
 from coserve.api.node import Node
 from coserve.core.errors import InvalidRequest
 from coserve.core.names import split_ref
-from coserve.core.schemas import DocumentJob, DocumentRequest, DocumentSettings, FinetuneRequest, UserQuestion
+from coserve.core.schemas.documents import DocumentJob, DocumentRequest, DocumentSettings, UserQuestion
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.documents.encoder import unused_ids
 from coserve.data.documents.lessons import least_questions

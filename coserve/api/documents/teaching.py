@@ -17,8 +17,8 @@ import msgspec
 from coserve.api.documents.asking import AT_ONCE, Asked, Asker
 from coserve.core.cancellation import task_group
 from coserve.core.errors import PromptTooLong
-from coserve.core.schemas import DocumentJob, DocumentSettings, GenerateRequest
-from coserve.core.schemas.documents import Phase
+from coserve.core.schemas.documents import DocumentJob, DocumentSettings, Phase
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.core.types import Wire
 from coserve.data.documents.lessons import LEAST_HELD_OUT, MOST_HELD_OUT, TOP_K, Lesson, packed_top
 from coserve.data.documents.prompts import Prompts, asked_sentence, clean_question, different, grounded, nearest_chunks

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from coserve.api.generation.stop_strings import StopStrings
 from coserve.core.link.generation import Tokens
 from coserve.core.logprobs import TokenLogprob
-from coserve.core.schemas import ChosenLogprob, Logprob, PromptLogprob
+from coserve.core.schemas.generation import ChosenLogprob, Logprob, PromptLogprob
 from coserve.core.types import FinishReason
 from coserve.data.pretrained.tokenizer import Detokenizer, Tokenizer
 

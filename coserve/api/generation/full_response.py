@@ -13,7 +13,14 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from coserve.api.http.json_blocks import JsonListBuilder
-from coserve.core.schemas import Choice, ChosenLogprob, GenerateChunk, GenerateRequest, GenerateResponse, PromptLogprob
+from coserve.core.schemas.generation import (
+    Choice,
+    ChosenLogprob,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    PromptLogprob,
+)
 
 LogprobEntry = ChosenLogprob | PromptLogprob
 FLOOR = -9999.0

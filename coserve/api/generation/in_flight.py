@@ -29,7 +29,7 @@ from coserve.core.grammar import CallStart, Grammar
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import BYTES_PER_TOP
 from coserve.core.names import split_ref
-from coserve.core.schemas import GenerateChunk, GenerateRequest
+from coserve.core.schemas.generation import GenerateChunk, GenerateRequest
 from coserve.core.types import AdapterDigests, AdapterRef, Slo
 
 MAX_PROMPT_SCORES = 1 << 21

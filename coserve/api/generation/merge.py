@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from coserve.core.cancellation import cancel_all, uncancelled
-from coserve.core.schemas import GenerateChunk
+from coserve.core.schemas.generation import GenerateChunk
 
 Chunks = AsyncGenerator[GenerateChunk, None]
 ChunkQueue = asyncio.Queue[tuple[int, GenerateChunk | Exception | None]]

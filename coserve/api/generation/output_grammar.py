@@ -9,7 +9,7 @@ import msgspec
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.grammar import CallStart, Grammar
-from coserve.core.schemas import GenerateRequest, GenerationFields
+from coserve.core.schemas.generation import GenerateRequest, GenerationFields
 from coserve.core.schemas.output_format import MAX_GRAMMAR, JsonSchema, ResponseFormat, StructuredOutputs
 from coserve.data.grammar import check_grammar
 

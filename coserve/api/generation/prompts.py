@@ -9,7 +9,7 @@ from coserve.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.core.limits import MAX_PROMPT_LOGPROBS
 from coserve.core.messages import Chat, characters
 from coserve.core.sampling import NEUTRAL, SamplingFields, SamplingParams
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.core.types import BaseSpec
 from coserve.core.validation import above_vocabulary
 from coserve.data.pretrained.tokenizer import Tokenizer

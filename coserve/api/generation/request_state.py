@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from coserve.api.generation.choice_decoder import ChoiceDecoder, ChoiceDelta
 from coserve.api.generation.output_queue import OutputQueue
 from coserve.api.generation.stop_tokens import stop_texts, stop_tokens
-from coserve.core.schemas import GenerateChunk, GenerateRequest, Timing, Usage, token_usage
+from coserve.core.schemas.generation import GenerateChunk, GenerateRequest, Timing, Usage, token_usage
 from coserve.core.types import AdapterRef
 from coserve.data.pretrained.tokenizer import Tokenizer
 

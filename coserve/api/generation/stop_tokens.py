@@ -3,7 +3,7 @@ end of turn."""
 
 from __future__ import annotations
 
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 

@@ -23,7 +23,7 @@ from coserve.api.http.room import ROOM, leave_room
 from coserve.api.http.server import ask_for_body
 from coserve.core import errors
 from coserve.core.cancellation import uncancelled_thread
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.data.offload.pool import HelperPool
 from coserve.data.offload.protocol import name_of
 

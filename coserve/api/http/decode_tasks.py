@@ -11,7 +11,7 @@ import msgspec
 
 from coserve.api.http.parsing import decode_dialect, decode_json
 from coserve.core.errors import CoserveError, InvalidRequest
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.data.offload.protocol import Failure, TaskContext, error_of, failure_of, find, name_of
 from coserve.state.durable import disk_errors
 

@@ -13,7 +13,7 @@ from coserve.api.http.field_docs import describe_fields
 from coserve.api.http.route import BUSY, UNAVAILABLE, Route, Schema
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.core.names import ADAPTER_SOURCES
-from coserve.core.schemas import STREAM_END
+from coserve.core.schemas.service import STREAM_END
 
 _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {

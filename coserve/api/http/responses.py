@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from coserve.api.http.json_blocks import encode_json
 from coserve.core.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
-from coserve.core.schemas import ErrorBody, ErrorInfo
+from coserve.core.schemas.service import ErrorBody, ErrorInfo
 
 JSON = "application/json"
 CHUNK = 256 << 10

@@ -14,7 +14,7 @@ from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.node import Node
 from coserve.core.errors import AdapterNotFound, CapacityError, CoserveError, HelperLost, StorageError
-from coserve.core.schemas import ErrorInfo
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.state.registry.records import AdapterRecord, JobRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from coserve.core.errors import AdapterBusy
 from coserve.core.names import split_ref
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.core.training.jobs import JobSpec
 from coserve.state.registry.records import JobRecord
 from coserve.state.registry.registry import Registry

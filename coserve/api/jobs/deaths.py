@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coserve.core.errors import EngineCrashed
-from coserve.core.schemas import ErrorInfo
+from coserve.core.schemas.service import ErrorInfo
 
 MAX_DEATHS = 3
 """A job is paused after this many engines in a row died while it ran, if it made no progress in between."""

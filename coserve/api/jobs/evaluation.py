@@ -18,8 +18,8 @@ from coserve.api.node import Node
 from coserve.core import errors
 from coserve.core.cancellation import task_group
 from coserve.core.link.jobs import JobNote, JobSnapshot
-from coserve.core.schemas import EvalRequest, EvalResult, EvalScore, GenerateRequest
-from coserve.core.schemas.jobs import MAX_EVAL_ROWS
+from coserve.core.schemas.generation import GenerateRequest
+from coserve.core.schemas.jobs import MAX_EVAL_ROWS, EvalRequest, EvalResult, EvalScore
 from coserve.core.types import AdapterRef, BaseSpec, Wire
 from coserve.core.validation import decode_json
 from coserve.data.corpus.rows import parse_rows

@@ -14,7 +14,7 @@ import msgspec
 
 from coserve.api.jobs.sources import UploadedRows
 from coserve.core.errors import IdempotencyMismatch, QueueFull
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.state.registry.records import JobRecord
 
 

@@ -30,7 +30,8 @@ from coserve.core.access.principal import idempotency_key, principal
 from coserve.core.cancellation import Commits, cancel_all, keep_task
 from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, QuotaExceeded, WrongJobState
 from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, StartJob
-from coserve.core.schemas import DeletedJob, DocumentJob, FinetuneRequest, Job, JobList
+from coserve.core.schemas.documents import DocumentJob
+from coserve.core.schemas.jobs import DeletedJob, FinetuneRequest, Job, JobList
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenized import Corpus

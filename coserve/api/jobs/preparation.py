@@ -20,7 +20,7 @@ import msgspec
 from coserve.api.jobs.sources import validation_errors
 from coserve.core.cancellation import cancel_all, uncancelled_thread
 from coserve.core.errors import CorpusError, EmptyCorpus
-from coserve.core.schemas import Job, Preparing, SubmissionEvent
+from coserve.core.schemas.jobs import Job, Preparing, SubmissionEvent
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import MAX_UNPACKED
 from coserve.data.corpus.rows import LIMITS, CorpusLimits

@@ -13,7 +13,7 @@ from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
 from coserve.core.errors import CoserveError, JobNotFound, StorageError, WrongJobState
 from coserve.core.link.jobs import JobCheckpoint, JobNote, JobProgress
-from coserve.core.schemas import Sample
+from coserve.core.schemas.jobs import Sample
 from coserve.state.registry.registry import Registry
 from coserve.state.retries import Retries
 from coserve.state.thread import RegistryThread

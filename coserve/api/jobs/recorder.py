@@ -18,7 +18,7 @@ from coserve.core import errors
 from coserve.core.cancellation import cancel_all, keep_task
 from coserve.core.link.engine import DropAdapter
 from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
-from coserve.core.schemas import ErrorInfo
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
 from coserve.lora.files.record import record_adapter

@@ -15,7 +15,8 @@ from coserve.core.cancellation import cancel_all
 from coserve.core.errors import CoserveError, EngineUnavailable
 from coserve.core.link.jobs import JobNote, JobSnapshot, SnapshotDone
 from coserve.core.messages import ChatMessage
-from coserve.core.schemas import GenerateRequest, Sample
+from coserve.core.schemas.generation import GenerateRequest
+from coserve.core.schemas.jobs import Sample
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingRequest
 from coserve.state.registry.missing_samples import without_samples

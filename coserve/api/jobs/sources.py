@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from coserve.api.http.parsing import local_path
 from coserve.core.errors import CorpusError, InvalidRequest, RequestError
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.data.corpus.sources import is_dataset
 
 Source = list[dict[str, Any]] | Path

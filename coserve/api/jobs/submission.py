@@ -36,8 +36,7 @@ from coserve.core.access.principal import principal
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import CoserveError, InvalidRequest, RequestError
 from coserve.core.names import split_ref
-from coserve.core.schemas import FinetuneRequest, Preparing
-from coserve.core.schemas.jobs import MAX_EVAL_ROWS
+from coserve.core.schemas.jobs import MAX_EVAL_ROWS, FinetuneRequest, Preparing
 from coserve.core.training.jobs import JobSpec, JobState, Teacher
 from coserve.core.training.settings import TrainingRequest, TrainingSettings
 from coserve.core.types import AdapterRef, BaseSpec, LoraRequest, LoraSettings

@@ -12,7 +12,8 @@ import msgspec
 from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.core.errors import EngineUnavailable, QueueFull
-from coserve.core.schemas import DocumentJob, Job, JobEvent, JobList
+from coserve.core.schemas.documents import DocumentJob
+from coserve.core.schemas.jobs import Job, JobEvent, JobList
 from coserve.core.training.jobs import JobState
 from coserve.lora.files.targets import with_alpha
 from coserve.state.registry.records import JobRecord

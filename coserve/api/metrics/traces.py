@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from coserve.api.generation.request_state import RequestState
 from coserve.core.errors import CoserveError
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -6,7 +6,7 @@ from coserve.api.http.parsing import ref_from_path
 from coserve.api.http.route import Route
 from coserve.api.service import Service
 from coserve.core.errors import InvalidRequest
-from coserve.core.schemas import Alias, AliasList, AliasRequest
+from coserve.core.schemas.adapters import Alias, AliasList, AliasRequest
 
 
 class AliasApi:

@@ -26,10 +26,22 @@ from coserve.api.jobs.sources import UploadedRows
 from coserve.api.service import Service
 from coserve.api.tgi.handlers import TGI_ERRORS, TgiApi
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
-from coserve.core import schemas
 from coserve.core.errors import InvalidRequest, RequestError
 from coserve.core.health import Health, Warming
 from coserve.core.names import ADAPTER_FILES
+from coserve.core.schemas.adapters import (
+    Adapter,
+    AdapterList,
+    AdapterUpdate,
+    ConvertedAdapter,
+    ConvertRequest,
+    DeletedAdapter,
+    ImportRequest,
+    RollbackRequest,
+)
+from coserve.core.schemas.generation import GenerateChunk, GenerateRequest, GenerateResponse
+from coserve.core.schemas.jobs import DeletedJob, FinetuneRequest, Job, JobEvent, JobList, SubmissionEvent
+from coserve.core.schemas.service import STREAM_END, Pointers
 
 HEARTBEAT = 15.0
 MAX_RETRY_AFTER = 10
@@ -76,9 +88,9 @@ class NativeApi:
         "POST",
         "/generate",
         "Generate text with the base or one adapter",
-        body=(schemas.GenerateRequest, TgiRequest),
-        response=(schemas.GenerateResponse, TgiResponse),
-        events=(schemas.GenerateChunk, TgiStreamEvent),
+        body=(GenerateRequest, TgiRequest),
+        response=(GenerateResponse, TgiResponse),
+        events=(GenerateChunk, TgiStreamEvent),
         stream_end=True,
         errors=(404, 422),
         error_formats=(NATIVE_ERRORS, TGI_ERRORS),
@@ -93,7 +105,7 @@ class NativeApi:
         if not body.stream:
             return json_response(await collect_native(body, self._service.generation.stream(body)))
         chunks = self._service.generation.stream(body)
-        return await event_response(request, chunks, NATIVE_ERRORS.make, error_event="error", last=schemas.STREAM_END)
+        return await event_response(request, chunks, NATIVE_ERRORS.make, error_event="error", last=STREAM_END)
 
     # ---- jobs
 
@@ -101,10 +113,10 @@ class NativeApi:
         "POST",
         "/finetune",
         "Start a fine-tuning job",
-        body=schemas.FinetuneRequest,
+        body=FinetuneRequest,
         upload=("file", VALIDATION),
-        response=schemas.Job,
-        events=schemas.SubmissionEvent,
+        response=Job,
+        events=SubmissionEvent,
         status=202,
         headers=("Idempotency-Key",),
         errors=(404, 409, 422, 507),
@@ -114,7 +126,7 @@ class NativeApi:
         if not is_upload(request):
             async with self._service.stopping.read(self._bodies.corpus(request, self._staging)) as (settings, file):
                 return await self._submit(request, settings, UploadedRows(file), key)
-        async with self._service.stopping.read(self._uploads.read(request, schemas.FinetuneRequest, self._staging)) as (
+        async with self._service.stopping.read(self._uploads.read(request, FinetuneRequest, self._staging)) as (
             settings,
             folder,
         ):
@@ -123,7 +135,7 @@ class NativeApi:
             return await self._submit(request, settings, UploadedRows(folder / "file", held), key)
 
     async def _submit(
-        self, request: web.Request, settings: schemas.FinetuneRequest, rows: UploadedRows, key: str | None
+        self, request: web.Request, settings: FinetuneRequest, rows: UploadedRows, key: str | None
     ) -> web.StreamResponse:
         jobs = self._service.jobs
         if "text/event-stream" not in request.headers.get("Accept", ""):
@@ -132,18 +144,18 @@ class NativeApi:
         return await event_response(request, events, NATIVE_ERRORS.make, status=202, error_event="error")
 
     @Route("GET", "/finetune", "List jobs, newest first", query=PAGE, errors=(404,))
-    async def list_jobs(self, request: web.Request) -> schemas.JobList:
+    async def list_jobs(self, request: web.Request) -> JobList:
         return await self._service.jobs.list(*page(request.query))
 
     @Route("GET", "/finetune/{id}", "Show a job")
-    async def get_job(self, id: str) -> schemas.Job:
+    async def get_job(self, id: str) -> Job:
         return await self._service.jobs.views.get(id)
 
     @Route(
         "GET",
         "/finetune/{id}/events",
         "Follow a job: its past events, then live ones, until its end",
-        events=schemas.JobEvent,
+        events=JobEvent,
         query=("after",),
         headers=("Last-Event-ID",),
     )
@@ -153,27 +165,27 @@ class NativeApi:
         return await event_response(request, events, make, error_event="error", id_of=id_of)
 
     @Route("POST", "/finetune/{id}/pause", "Pause a job", errors=(409, 507))
-    async def pause_job(self, id: str) -> schemas.Job:
+    async def pause_job(self, id: str) -> Job:
         return await self._service.jobs.pause(id)
 
     @Route("POST", "/finetune/{id}/resume", "Resume a job", errors=(409, 507))
-    async def resume_job(self, id: str) -> schemas.Job:
+    async def resume_job(self, id: str) -> Job:
         return await self._service.jobs.resume(id)
 
     @Route("POST", "/finetune/{id}/cancel", "Cancel a job", errors=(409, 507))
-    async def cancel_job(self, id: str) -> schemas.Job:
+    async def cancel_job(self, id: str) -> Job:
         return await self._service.jobs.cancel(id)
 
     @Route(
         "DELETE", "/finetune/{id}", "Delete a job that has ended, and its events; its adapter stays", errors=(409, 507)
     )
-    async def delete_job(self, id: str) -> schemas.DeletedJob:
+    async def delete_job(self, id: str) -> DeletedJob:
         return await self._service.jobs.delete(id)
 
     # ---- adapters
 
     @Route("GET", "/adapters", "List adapters by name", query=(*PAGE, *FILTERS))
-    async def list_adapters(self, request: web.Request) -> schemas.AdapterList:
+    async def list_adapters(self, request: web.Request) -> AdapterList:
         after, limit = page(request.query, FILTERS)
         return await self._service.adapters.list(after, limit, adapter_filter(request.query))
 
@@ -181,22 +193,22 @@ class NativeApi:
         "POST",
         "/adapters",
         "Import PEFT files",
-        body=schemas.ImportRequest,
+        body=ImportRequest,
         upload=("file",),
         status=201,
         errors=(409, 422, 507),
     )
-    async def import_adapter(self, request: web.Request) -> schemas.Adapter:
+    async def import_adapter(self, request: web.Request) -> Adapter:
         check = partial(check_copy, request)
         if not is_upload(request):
-            body = await self._bodies.read(request, schemas.ImportRequest)
+            body = await self._bodies.read(request, ImportRequest)
             return await self._service.adapters.import_files(body, None, check)
-        upload = self._uploads.read(request, schemas.ImportRequest, self._staging, ADAPTER_FILES)
+        upload = self._uploads.read(request, ImportRequest, self._staging, ADAPTER_FILES)
         async with self._service.stopping.read(upload) as (settings, folder):
             return await self._service.adapters.import_files(settings, folder, check)
 
     @Route("GET", "/adapters/{id}", "Show an adapter")
-    async def get_adapter(self, id: str) -> schemas.Adapter:
+    async def get_adapter(self, id: str) -> Adapter:
         return await self._service.adapters.get(*ref_from_path(id))
 
     @Route("GET", "/adapters/{id}/download", "Download PEFT files", media="application/x-tar", errors=(422,))
@@ -221,7 +233,7 @@ class NativeApi:
         "Set an adapter's tags, its time to live, or whether a version stays in host memory",
         errors=(422, 507),
     )
-    async def update_adapter(self, id: str, body: schemas.AdapterUpdate) -> schemas.Adapter:
+    async def update_adapter(self, id: str, body: AdapterUpdate) -> Adapter:
         return await self._service.adapters.update(*ref_from_path(id), body)
 
     @Route(
@@ -230,21 +242,21 @@ class NativeApi:
         "Delete an adapter: one version of it (`name@version`) or all (`name`)",
         errors=(409, 507),
     )
-    async def delete_adapter(self, id: str) -> schemas.DeletedAdapter:
+    async def delete_adapter(self, id: str) -> DeletedAdapter:
         return await self._service.adapters.delete(*ref_from_path(id))
 
     @Route(
         "POST",
         "/adapters/{id}/rollback",
         "Make an older version of an adapter the current one",
-        body=schemas.RollbackRequest,
+        body=RollbackRequest,
         errors=(507,),
     )
-    async def roll_back_adapter(self, request: web.Request, id: str) -> schemas.Adapter:
+    async def roll_back_adapter(self, request: web.Request, id: str) -> Adapter:
         name, version = ref_from_path(id)
         if version is not None:
             raise InvalidRequest("expected a name without a version: the body names it", field="id")
-        body = await self._bodies.read(request, schemas.RollbackRequest)
+        body = await self._bodies.read(request, RollbackRequest)
         return await self._service.adapters.roll_back(name, body.version)
 
     @Route(
@@ -254,7 +266,7 @@ class NativeApi:
         status=202,
         errors=(422,),
     )
-    async def prefetch_adapter(self, id: str) -> schemas.Adapter:
+    async def prefetch_adapter(self, id: str) -> Adapter:
         return await self._service.adapters.prefetch(*ref_from_path(id))
 
     @Route(
@@ -264,13 +276,13 @@ class NativeApi:
         status=201,
         errors=(409, 422, 507),
     )
-    async def convert_adapter(self, id: str, body: schemas.ConvertRequest) -> schemas.ConvertedAdapter:
+    async def convert_adapter(self, id: str, body: ConvertRequest) -> ConvertedAdapter:
         return await self._service.conversions.convert(*ref_from_path(id), body)
 
     # ---- the daemon
 
     async def pointers(self, request: web.Request) -> web.StreamResponse:
-        return json_response(schemas.Pointers(version=__version__, docs=DOCS))
+        return json_response(Pointers(version=__version__, docs=DOCS))
 
     @Route("GET", "/health", "What works", response=Health, starting=Health, public=True)
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -321,7 +333,7 @@ class _Probe(msgspec.Struct):
     inputs: msgspec.Raw | UnsetType = UNSET
 
 
-def decode_generate(content: bytes) -> schemas.GenerateRequest | TgiRequest | RequestError:
+def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
     """Decode a native request, or one of LoRAX and TGI, which has `inputs`. Errors in the latter are returned, not
     raised."""
     if b'"inputs"' in content and decode_last(content, _Probe).inputs is not UNSET:
@@ -329,7 +341,7 @@ def decode_generate(content: bytes) -> schemas.GenerateRequest | TgiRequest | Re
             return decode_dialect(content, TgiRequest)
         except RequestError as error:
             return error
-    return decode_json(content, schemas.GenerateRequest)
+    return decode_json(content, GenerateRequest)
 
 
 def _last_event(request: web.Request) -> int:

@@ -30,7 +30,7 @@ from coserve.api.openai.schemas import (
     ToolCallDelta,
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.core.schemas import Finish, GenerateChunk, PromptLogprob
+from coserve.core.schemas.generation import Finish, GenerateChunk, PromptLogprob
 from coserve.data.pretrained.vocabulary import Vocabulary
 
 

@@ -14,7 +14,7 @@ from coserve.api.generation.full_response import FullResponse, LogprobEntry, flo
 from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.openai import schemas
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.core.schemas import Choice, GenerateChunk, Logprob, PromptLogprob
+from coserve.core.schemas.generation import Choice, GenerateChunk, Logprob, PromptLogprob
 
 Name = Callable[[LogprobEntry | Logprob], str]
 

@@ -35,7 +35,8 @@ from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, InvalidRequest, PromptTooLong
 from coserve.core.sampling import SamplingDefaults
-from coserve.core.schemas import STREAM_END, GenerateChunk, GenerateRequest
+from coserve.core.schemas.generation import GenerateChunk, GenerateRequest
+from coserve.core.schemas.service import STREAM_END
 
 RequestT = TypeVar("RequestT", bound=schemas.SharedParams)
 _generates = partial(openai_route, "POST", stream_end=True, errors=(404, 422))

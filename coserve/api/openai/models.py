@@ -10,7 +10,7 @@ from coserve.api.service import Service
 from coserve.core.errors import AdapterNotFound, InvalidRequest
 from coserve.core.limits import PAGE_LIMIT
 from coserve.core.names import split_ref
-from coserve.core.schemas import Adapter
+from coserve.core.schemas.adapters import Adapter
 from coserve.core.types import AdapterRef, BaseSpec
 
 

@@ -12,7 +12,7 @@ from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
 from coserve.core.limits import MAX_SEED, TokenId
 from coserve.core.messages import TemplateOptions
 from coserve.core.names import is_adapter_ref
-from coserve.core.schemas import GenerateRequest, GenerationFields
+from coserve.core.schemas.generation import GenerateRequest, GenerationFields
 from coserve.core.schemas.output_format import StructuredOutputs
 from coserve.core.types import BaseSpec, SloClass
 from coserve.data.pretrained.chat import THINKING

@@ -15,7 +15,7 @@ from coserve.api.http.body_types import Unsupported
 from coserve.core import limits
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
 from coserve.core.names import AdapterName
-from coserve.core.schemas import Finish, GenerationFields, Usage
+from coserve.core.schemas.generation import Finish, GenerationFields, Usage
 from coserve.core.types import Wire
 
 MAX_PROMPTS = 1024

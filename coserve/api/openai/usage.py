@@ -11,7 +11,7 @@ from typing import TypedDict
 from msgspec import UNSET, UnsetType
 
 from coserve.api.openai.schemas import StreamOptions
-from coserve.core.schemas import GenerateChunk, Usage, token_usage
+from coserve.core.schemas.generation import GenerateChunk, Usage, token_usage
 from coserve.core.types import BaseSpec
 
 

@@ -17,7 +17,7 @@ from coserve.api.http.route import Route
 from coserve.api.http.security import Handler
 from coserve.api.page.history import ReportHistory
 from coserve.core.errors import InvalidRequest, NotFound
-from coserve.core.schemas import History, Pointers
+from coserve.core.schemas.service import History, Pointers
 
 INDEX = "index.html"
 DOCS = "docs.html"

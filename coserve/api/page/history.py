@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from coserve.core.gpu_memory import USES
 from coserve.core.link.stats import EngineStats
-from coserve.core.schemas import History, HistoryPoint
+from coserve.core.schemas.service import History, HistoryPoint
 
 POINTS = 900
 SPACING = 1.0

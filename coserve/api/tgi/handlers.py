@@ -23,7 +23,7 @@ from coserve.api.tgi import schemas
 from coserve.config import Config
 from coserve.core.errors import CoserveError, InvalidRequest, QueueFull
 from coserve.core.limits import MAX_CHOICES, MAX_STOPS
-from coserve.core.schemas import Choice, GenerateChunk, GenerateRequest, PromptLogprob
+from coserve.core.schemas.generation import Choice, GenerateChunk, GenerateRequest, PromptLogprob
 from coserve.core.schemas.output_format import JsonSchema, StructuredOutputs
 
 DEFAULT_TOKENS = 100

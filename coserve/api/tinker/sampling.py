@@ -11,7 +11,7 @@ from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.tinker.schemas import TinkerSample
 from coserve.api.tinker.wire import Sampled, encode_samples
 from coserve.core.errors import InvalidRequest, QueueFull
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 from coserve.core.types import AdapterRef
 
 

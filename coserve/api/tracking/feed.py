@@ -15,7 +15,7 @@ from coserve.api.tracking.points import end_of, points_of, run_of, texts_of
 from coserve.api.tracking.task import close_all, track
 from coserve.core.errors import CoserveError, InvalidRequest, JobNotFound, TrackingFailed
 from coserve.core.names import is_name
-from coserve.core.schemas import JobEvent
+from coserve.core.schemas.jobs import JobEvent
 from coserve.core.validation import decode_json
 from coserve.data.offload.pool import HelperPool
 from coserve.state.registry.records import JobRecord

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from coserve.core.schemas import JobEvent
+from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.lora.files.targets import with_alpha

@@ -24,7 +24,8 @@ from rich.table import Table
 from coserve.client import AsyncClient, AsyncJobHandle
 from coserve.core.errors import StartupError
 from coserve.core.processes import signal_child
-from coserve.core.schemas import GenerateResponse, JobEvent
+from coserve.core.schemas.generation import GenerateResponse
+from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.settings import Schedule, TrainingSettings
 from coserve.core.types import LoraRequest
 from coserve.data.pretrained.source import BUNDLED

@@ -23,7 +23,7 @@ from coserve.cli.finetuning.settings import (
 from coserve.cli.job_table import chosen_line, cut_line, preparing_line
 from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.core.errors import CorpusError
-from coserve.core.schemas import Preparing
+from coserve.core.schemas.jobs import Preparing
 from coserve.core.training.settings import Optimizer
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import json_lines

@@ -12,7 +12,7 @@ import typer
 from coserve.api.http.field_docs import field_docs
 from coserve.cli.common import field_option
 from coserve.core.hints import fields_of
-from coserve.core.schemas import FinetuneRequest, OnConflict
+from coserve.core.schemas.jobs import FinetuneRequest, OnConflict
 from coserve.core.training.other_names import take_other_names
 from coserve.core.training.settings import TrainingRequest, TrainOn
 from coserve.core.types import LoraRequest

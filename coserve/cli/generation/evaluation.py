@@ -17,7 +17,7 @@ from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.finetuning.settings import ColumnNames, column_names
 from coserve.client import AsyncClient
 from coserve.core.errors import EmptyCorpus
-from coserve.core.schemas import EvalScore
+from coserve.core.schemas.jobs import EvalScore
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import json_lines
 from coserve.data.corpus.jsonl import parse_jsonl

@@ -12,7 +12,7 @@ from coserve.api.http.field_docs import field_docs
 from coserve.cli.common import field_option, with_options
 from coserve.client import GenerateOptions
 from coserve.core.sampling import SamplingFields
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 
 OPTIONS = (
     "max_tokens",

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from coserve.core.errors import EmptyCorpus
-from coserve.core.schemas import ChosenLogprob, DocumentSettings, PromptLogprob
+from coserve.core.schemas.documents import DocumentSettings
+from coserve.core.schemas.generation import ChosenLogprob, PromptLogprob
 from coserve.data.corpus.tokenized import REST, Corpus
 
 TOP_K = 20

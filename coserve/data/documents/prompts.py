@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from coserve.core.messages import ChatMessage
-from coserve.core.schemas import GenerateRequest
+from coserve.core.schemas.generation import GenerateRequest
 
 NO_CONTEXT = re.compile(
     r"\b(the|this|that|above|given|following) (text|passage|document|excerpt|paragraph|sentence|question)s?\b",

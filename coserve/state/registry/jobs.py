@@ -12,7 +12,7 @@ import msgspec
 from coserve.core.access.principal import idempotency_key as scoped_key
 from coserve.core.access.principal import principal
 from coserve.core.errors import JobNotFound, WrongJobState
-from coserve.core.schemas import EventLevel, EventType, JobEvent
+from coserve.core.schemas.jobs import EventLevel, EventType, JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.state.registry.database import Database

@@ -1,12 +1,14 @@
-"""Rows of the registry: jobs and adapters (their events are `coserve.core.schemas.JobEvent`). Times are seconds since
-the epoch."""
+"""Rows of the registry: jobs and adapters (their events are `coserve.core.schemas.jobs.JobEvent`). Times are seconds
+since the epoch."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Final, TypedDict
 
-from coserve.core.schemas import DocumentJob, ErrorInfo, EvalResult, Sample
+from coserve.core.schemas.documents import DocumentJob
+from coserve.core.schemas.jobs import EvalResult, Sample
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.training.step_metrics import StepMetrics

@@ -11,7 +11,9 @@ import msgspec
 
 from coserve.core.access.principal import idempotency_key as scoped_key
 from coserve.core.errors import AdapterBusy, WrongJobState
-from coserve.core.schemas import DocumentJob, ErrorInfo, EventLevel, EventType, Sample
+from coserve.core.schemas.documents import DocumentJob
+from coserve.core.schemas.jobs import EventLevel, EventType, Sample
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef

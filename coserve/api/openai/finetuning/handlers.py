@@ -20,7 +20,7 @@ from coserve.api.openai.lists import list_query
 from coserve.api.openai.names import ORGANIZATION, model_name
 from coserve.api.service import Service
 from coserve.core.errors import AdapterNotFound, CorpusError, InvalidRequest, NotFound
-from coserve.core.schemas import EventLevel, JobEvent
+from coserve.core.schemas.jobs import EventLevel, JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import DpoLoss
 from coserve.core.training.step_metrics import StepMetrics

@@ -11,7 +11,7 @@ from coserve.api.openai.names import ID_LENGTH, adapter_name
 from coserve.api.openai.requests import adapter_of
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_SEED
-from coserve.core.schemas import FinetuneRequest
+from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.core.training.settings import Auto, DpoLoss, PreferenceLoss, TrainingRequest
 from coserve.core.types import BaseSpec
 from coserve.data.corpus.defaults import choose_training

@@ -29,7 +29,7 @@ from coserve.api.openai.responses.schemas import (
 )
 from coserve.api.openai.schemas import ChatChunk, ChatCompletion, ChatFinish, ChatLogprob, ToolCallDelta
 from coserve.core.errors import CoserveError
-from coserve.core.schemas import Usage
+from coserve.core.schemas.generation import Usage
 
 
 def response(body: ResponseRequest, chat: ChatCompletion) -> Response:
