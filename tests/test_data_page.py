@@ -31,7 +31,8 @@ EXAMPLES = re.findall(
 @pytest.mark.parametrize(("format", "row", "rendered", "learned"), EXAMPLES)
 def test_a_row_is_rendered_and_learned_as_shown(format: str, row: str, rendered: str, learned: str) -> None:
     tokenizer = Tokenizer.load("bundled")
-    corpus = tokenize_rows(parse_jsonl(row.encode()), tokenizer, 1000, pairs=format == "preference")
+    losses = {"pairs": format == "preference", "labelled": format == "label"}
+    corpus = tokenize_rows(parse_jsonl(row.encode()), tokenizer, 1000, **losses)
     assert corpus.rows == 1
     sequences = corpus.sequences(0)
     texts = [tokenizer.decode(tokens.tolist(), skip_special=False) for tokens, _ in sequences]
@@ -44,7 +45,7 @@ def test_every_format_has_an_example() -> None:
     shown = {type(parse_row(json.loads(row), 1)) for _, row, _, _ in EXAMPLES}
     assert shown == set(get_args(rows.Row))
     assert {format for format, *_ in EXAMPLES} == {
-        *("text", "prompt/completion", "chat", "alpaca", "sharegpt", "preference", "tokens"),
+        *("text", "prompt/completion", "chat", "alpaca", "sharegpt", "preference", "label", "tokens"),
     }
 
 

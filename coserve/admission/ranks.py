@@ -5,7 +5,7 @@ from __future__ import annotations
 from coserve.admission.optimizers import check_optimizer
 from coserve.core.errors import InvalidRequest
 from coserve.core.training.jobs import JobSpec
-from coserve.core.training.settings import DpoLoss, TrainingSettings
+from coserve.core.training.settings import DpoLoss, KtoLoss, TrainingSettings
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, parallel_style
 from coserve.lora.files.targets import target_sites
@@ -44,8 +44,8 @@ def _divide(blocks: int, ranks: int) -> bool:
 
 
 def keeps_reference(training: TrainingSettings, *, continues: bool) -> bool:
-    """Return whether a job keeps a frozen copy of the adapter that it `continues`, as the reference of a DPO loss."""
-    return continues and isinstance(training.loss, DpoLoss) and training.loss.reference == "start"
+    """Return whether a job keeps a frozen copy of the adapter that it `continues`, as the reference of a loss."""
+    return continues and isinstance(training.loss, DpoLoss | KtoLoss) and training.loss.reference == "start"
 
 
 def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: str, reference: bool = False) -> None:

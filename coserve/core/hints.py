@@ -137,7 +137,8 @@ OTHER_WAYS = {
         "optim_args optim_target_modules lr_scheduler_kwargs"
     ),
     "training.loss has its settings: type, loss_type, beta, gamma, label_smoothing and sft_weight": (
-        "loss_weights rpo_alpha simpo_gamma cpo_alpha dpo_beta dpo_label_smoothing pref_loss pref_beta pref_ftx"
+        "loss_weights rpo_alpha simpo_gamma cpo_alpha dpo_beta dpo_label_smoothing pref_loss pref_beta pref_ftx "
+        "kto_*_weight"
     ),
     "the loss is that of the target tokens, or training.loss": (
         "label_smoothing_factor f_divergence_type f_alpha_divergence_coef use_weighting ld_alpha discopop_tau"
@@ -247,7 +248,8 @@ OTHER_VALUES = {
     "loss_type": {
         **dict.fromkeys(("orpo", "simpo"), "it is a type, not a loss_type of 'dpo'"),
         "sft": "sft_weight adds it",
-        "kto_pair": "coserve has no KTO",
+        **dict.fromkeys(("kto", "apo_zero_unpaired"), "it is one of the type 'kto'"),
+        "kto_pair": "the type 'kto' learns from answers that are no pairs",
     },
     "generation_config": {"vllm": "did you mean 'none'?"},
     "load_format": dict.fromkeys(("safetensors", "gguf"), "auto reads safetensors, and a GGUF file given as the model"),

@@ -18,7 +18,7 @@ from coserve.core.schemas.jobs import EvalScore
 from coserve.core.types import Wire
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import as_json_lines
-from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
+from coserve.data.corpus.rows import ChatRow, CompletionRow, LabelledRow, PreferenceRow, Row, TextRow
 from coserve.data.corpus.sources import PieceReader, split_source
 from coserve.data.corpus.staging import MEMORY, bounded_memory
 from coserve.data.corpus.token_rows import TokensRow
@@ -62,8 +62,8 @@ def question(row: Row) -> Question:
             if row.options:
                 more["chat_template_kwargs"] = row.options
             return Question({"messages": messages, **more}, str(last["content"]))
-        case PreferenceRow() | TokensRow():
-            got = "a pair" if isinstance(row, PreferenceRow) else "tokens"
+        case PreferenceRow() | LabelledRow() | TokensRow():
+            got = {PreferenceRow: "a pair", LabelledRow: "a label"}.get(type(row), "tokens")
             raise MalformedRow(f"expected rows of texts, prompts and completions, or chats, got {got}", line=row.line)
 
 

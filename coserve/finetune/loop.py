@@ -195,7 +195,8 @@ class TrainingLoop:
         self.progress = msgspec.structs.replace(self.progress, pending=pending)
 
     async def _validation(self) -> list[float]:
-        """Return means over the validation rows: loss, token accuracy, and with a preference loss three more."""
+        """Return means over the validation rows: loss, token accuracy, and with a preference loss the others of
+        `Loss.sums`."""
         session, targets, denominator = self.session, 0, 0
         summed = self._zero_sums()
         for micro, rows in enumerate(self._cut(self._validation_rows)):
@@ -211,7 +212,7 @@ class TrainingLoop:
         return means
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        return with_encoder(self.spec, corpus_batch(self._corpus, rows))
+        return with_encoder(self.spec, corpus_batch(self._corpus, rows, self.spec.training))
 
     def _cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """Fix the recompute plan for a step or evaluation, and cut its micro-batches accordingly."""
@@ -248,7 +249,7 @@ class TrainingLoop:
             raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
     def _denominator(self, batch: Batch) -> int:
-        """Denominator of the batch's mean loss: its target tokens, or its pairs."""
+        """Denominator of the batch's mean loss: its target tokens, or with a preference loss its rows."""
         return batch.targets if self._loss.pairs is None else batch.rows
 
     def _zero_sums(self) -> Tensor:
@@ -262,10 +263,16 @@ def _means(sums: Sequence[float], denominator: int, targets: int) -> list[float]
 
 
 def _rewards(means: Sequence[float]) -> Rewards | None:
-    """Rewards from the last three means of a `Preference` loss; None if there are none."""
+    """Rewards from the further means of a preference loss (`Loss.sums`); None if there are none, or if all rows have
+    the same label."""
     if not means:
         return None
-    chosen, rejected, wins = means
+    chosen, rejected, wins, *desirable = means
+    if desirable:
+        share = desirable[0]
+        if share in (0, 1):
+            return None
+        chosen, rejected = chosen / share, rejected / (1 - share)
     return Rewards(chosen=chosen, rejected=rejected, margin=chosen - rejected, accuracy=wins)
 
 

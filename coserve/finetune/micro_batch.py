@@ -6,7 +6,7 @@ forward and backward (activation checkpointing).
 
 With a teacher (an adapter on the same base), the loss is the divergence from its distributions instead of the NLL of
 the rows' tokens (distillation). The base then runs twice: first with the teacher's LoRA terms and without gradients.
-With a DPO loss it first runs the reference adapter, or the base, without gradients, and keeps only the likelihoods.
+With a DPO or KTO loss it first runs the reference (an adapter, or none), without gradients, and keeps the likelihoods.
 
 The generators below yield after each micro-step. While suspended they hold no context (gradient mode, LoRA batch), so
 inference may run in between.
@@ -25,7 +25,7 @@ from torch import Tensor
 from coserve.admission.micro_batch import TEACHER_SHARE
 from coserve.core.gpu_memory import Kept
 from coserve.core.training.micro_step import MicroStep
-from coserve.core.training.settings import DpoLoss
+from coserve.core.training.settings import DpoLoss, KtoLoss
 from coserve.data.corpus.batch import Batch
 from coserve.data.documents.encoder import memory_ids
 from coserve.finetune.encoder import encoded_positions
@@ -35,6 +35,7 @@ from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.layers.interface import LayerPass, LayerTensors
 from coserve.finetune.losses import chunked
+from coserve.finetune.losses.labelled import Labelled
 from coserve.finetune.losses.loss import NLL, Loss
 from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
 from coserve.finetune.packed_rows import EmbeddingNoise, PackedRows, add_noise
@@ -203,7 +204,7 @@ class MicroBatchRunner:
                     return own.head(taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K)
 
             return chunked.Divergence(rows, taught, shard)
-        if isinstance(loss.pairs, DpoLoss):
+        if isinstance(loss.pairs, DpoLoss | KtoLoss):
             h_1TD = yield from self._hidden(inputs, reference, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
             likelihood = chunked.Likelihood(rows, rows.sequence_targets, shard)
             own = EndPass(self._base, self._cut, reference, learns=False)
@@ -211,7 +212,10 @@ class MicroBatchRunner:
             for number, chunk in enumerate(chunks, start=1):
                 self._head(h_1TD, inputs, chunk, likelihood, None, own)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
-            return chunked.Preference(rows, likelihood.finish(None), loss.pairs, shard)
+            likelihoods_Q2 = likelihood.finish(None)
+            if isinstance(loss.pairs, KtoLoss):
+                return Labelled(rows, likelihoods_Q2, loss.pairs, shard)
+            return chunked.Preference(rows, likelihoods_Q2, loss.pairs, shard)
         if loss.pairs is not None:
             return chunked.Preference(rows, None, loss.pairs, shard)
         if loss.tokens is not None:

@@ -51,9 +51,11 @@ class PackedRows:
     jobs: tuple[tuple[int, int], ...] = ()
     """Tokens and targets of each job (J); empty: all rows belong to one job."""
     sequence_targets: tuple[int, ...] = ()
-    """For pairs: targets of each sequence (Q). A pair's two sequences are adjacent."""
+    """For preference losses: targets of each sequence (Q). A pair's two sequences are adjacent."""
     sequences_T: Tensor | None = None  # noqa: N815
-    """For pairs: the sequence index of each token."""
+    """For preference losses: the sequence index of each token."""
+    signs: tuple[int, ...] = ()
+    """For KTO: `Example.sign` of each sequence (Q)."""
     values: TargetValues = TargetValues()
     encoded: int = 0
     """Leading sequences that an encoder reads: see `Batch.encoded`. The batch is then of one job."""
@@ -112,8 +114,9 @@ def pack_jobs(batches: Sequence[Batch], device: torch.device, tokens_in_all: int
         np.concatenate([start + example.after_K for start, example in zip(starts, examples, strict=False)]),
         _labels(examples),
     ]
-    paired = all(batch.pairs for batch in batches)
-    if paired:
+    signs = tuple(example.sign for example in examples if example.sign is not None)
+    by_sequence = bool(signs) or all(batch.pairs for batch in batches)
+    if by_sequence:
         arrays.append(np.pad(np.repeat(np.arange(len(examples)), lengths), (0, missing)))
     masked = all(example.ratio_mask_K is not None for example in examples)
     if masked:
@@ -126,9 +129,10 @@ def pack_jobs(batches: Sequence[Batch], device: torch.device, tokens_in_all: int
         bounds=(*starts, starts[-1] + missing) if missing else starts,
         keep_K=moved[2],
         labels_K=moved[3],
-        jobs=tuple((batch.tokens, batch.targets) for batch in batches),
-        sequence_targets=tuple(len(example.after_K) for example in examples) if paired else (),
-        sequences_T=moved[4] if paired else None,
+        jobs=tuple((batch.tokens, sum(len(example.after_K) for example in batch.examples)) for batch in batches),
+        sequence_targets=tuple(len(example.after_K) for example in examples) if by_sequence else (),
+        sequences_T=moved[4] if by_sequence else None,
+        signs=signs,
         values=TargetValues(
             _values([example.weights_K for example in examples], device),
             _values([example.sampled_K for example in examples], device),

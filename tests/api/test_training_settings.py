@@ -78,7 +78,7 @@ async def test_what_does_not_go_with_it_is_refused_by_name(api: Api, body: dict[
     ("loss", "code", "ends"),
     [
         ({"type": "orpo", "gamma": 1}, "unknown_field", "unknown field 'gamma'; it belongs to another type"),
-        ({"type": "DPO"}, "invalid_request", "expected one of dpo, orpo, simpo, got 'DPO'; did you mean 'dpo'?"),
+        ({"type": "DPO"}, "invalid_request", "expected one of dpo, orpo, simpo, kto, got 'DPO'; did you mean 'dpo'?"),
         (DPO | {"loss_type": "simpo"}, "invalid_request", "got 'simpo'; it is a type, not a loss_type of 'dpo'"),
         (DPO | {"loss_type": "sft"}, "invalid_request", "got 'sft'; sft_weight adds it"),
         (DPO | {"pref_ftx": 1}, "unknown_field", "type, loss_type, beta, gamma, label_smoothing and sft_weight"),

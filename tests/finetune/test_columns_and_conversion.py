@@ -19,7 +19,8 @@ from coserve.data.corpus.columns import MAX_UNUSED, Columns, unused_notes
 from coserve.data.corpus.conversion import as_json_lines, is_json_lines
 from coserve.data.corpus.json_array import array_elements
 from coserve.data.corpus.jsonl import parse_jsonl
-from coserve.data.corpus.rows import ChatRow, CompletionRow, CorpusLimits, Row, TextRow, parse_row, parse_rows
+from coserve.data.corpus.limits import CorpusLimits
+from coserve.data.corpus.rows import ChatRow, CompletionRow, Row, TextRow, parse_row, parse_rows
 
 LIMITS = CorpusLimits(rows=1000, row_bytes=4000)
 NAMES = {"prompt": "question", "completion": "answer"}
@@ -197,7 +198,7 @@ def test_columns_of_other_names_are_read_from_any_format(tmp_path: Path) -> None
         ({}, {"messages": [], "tool": []}, "line 7: unknown field 'tool'; did you mean 'tools'?"),
         ({}, {"instruction": "a", "output": "b", "Input": "c"}, "line 7: unknown field 'Input'; did you mean 'input'?"),
         ({}, {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "line 7: history is not used: write it"),
-        ({}, {"prompt": "a", "completion": "b", "label": False}, "line 7: label is not used: coserve has no KTO"),
+        ({}, {"messages": [], "label": False}, "line 7: label is not used: training.loss kto reads it beside prompt"),
         ({}, {"messages": [], "weight": 0.0}, "line 7: weight is not used: coserve weighs rows alike"),
         ({}, {"conversations": [], "images": ["a"]}, "line 7: images is not used: coserve learns text alone"),
     ],

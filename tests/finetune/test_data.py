@@ -18,7 +18,8 @@ from coserve.core.errors import (
     UnreadableCorpus,
 )
 from coserve.data.corpus.jsonl import parse_jsonl
-from coserve.data.corpus.rows import ChatRow, CompletionRow, CorpusLimits, TextRow, parse_row, parse_rows
+from coserve.data.corpus.limits import CorpusLimits
+from coserve.data.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row, parse_rows
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
@@ -395,7 +396,7 @@ def test_corrupt_corpora_are_refused(tmp_path: Path) -> None:
     broken = [
         Corpus(good.tokens, good.target, good.bounds[:-1]),
         Corpus(good.tokens, good.target[:-1], good.bounds),
-        Corpus(good.tokens, good.target * 2, good.bounds),
+        Corpus(good.tokens, good.target * 3, good.bounds),
         Corpus(-good.tokens, good.target, good.bounds),
         Corpus(good.tokens, np.ones_like(good.target), good.bounds),
         Corpus(good.tokens, good.target, good.bounds[::-1].copy()),

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from coserve.core.errors import MalformedRow
 from coserve.data.corpus.jsonl import parse_jsonl
-from coserve.data.corpus.rows import CorpusLimits, TextRow
+from coserve.data.corpus.limits import CorpusLimits
+from coserve.data.corpus.rows import TextRow
 from coserve.data.corpus.sources import Piece, PieceReader, PieceSizes, split_source
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus

@@ -37,13 +37,15 @@ def stage(
     max_length: int,
     *,
     pairs: bool = False,
+    labelled: bool = False,
     sizes: PieceSizes = PIECES,
 ) -> StagedCorpus:
     """A source's corpus, in `target`."""
     context, parts = TaskContext(tokenizer, lambda: None), []
     for number, piece in enumerate(split_source(source, sizes)):
         part = target.with_name(f"part-{number}")
-        parts.append(tokenize_piece(context, piece, str(part), Tokenization(max_length, pairs=pairs), {}))
+        options = Tokenization(max_length, pairs=pairs, labelled=labelled)
+        parts.append(tokenize_piece(context, piece, str(part), options, {}))
     return join_parts(context, parts, str(target))
 
 

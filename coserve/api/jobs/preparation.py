@@ -23,7 +23,7 @@ from coserve.core.errors import CorpusError, EmptyCorpus
 from coserve.core.schemas.jobs import Job, Preparing, SubmissionEvent
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import MAX_UNPACKED
-from coserve.data.corpus.rows import LIMITS, CorpusLimits
+from coserve.data.corpus.limits import LIMITS, CorpusLimits
 from coserve.data.corpus.staging import (
     CorpusPart,
     StagedCorpus,

@@ -38,7 +38,7 @@ from coserve.core.errors import CoserveError, InvalidRequest, RequestError
 from coserve.core.names import split_ref
 from coserve.core.schemas.jobs import MAX_EVAL_ROWS, FinetuneRequest, Preparing
 from coserve.core.training.jobs import JobSpec, JobState, Teacher
-from coserve.core.training.settings import TrainingRequest, TrainingSettings
+from coserve.core.training.settings import KtoLoss, PairLoss, TrainingRequest, TrainingSettings
 from coserve.core.types import AdapterRef, BaseSpec, LoraRequest, LoraSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.columns import Columns, unused_notes
@@ -46,7 +46,7 @@ from coserve.data.corpus.conversion import MAX_UNPACKED, is_json_lines
 from coserve.data.corpus.defaults import choose_training
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.limits import check_training, longest_row, micro_batch_limit
-from coserve.data.corpus.rows import ChatRow, PreferenceRow, Row, parse_rows
+from coserve.data.corpus.rows import ChatRow, LabelledRow, PreferenceRow, Row, parse_rows
 from coserve.data.corpus.staging import PendingCorpus, StagedCorpus, Tokenization
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
@@ -215,7 +215,7 @@ class Submission:
         training, auto = choose_training(
             wanted,
             rows=corpus.rows,
-            tokens=corpus.token_count,
+            tokens=corpus.token_count * (2 if wanted.mismatches else 1),
             targets=corpus.target_tokens,
             hidden=base.hidden,
             distills=job.teacher is not None and job.init_from is not None,
@@ -236,7 +236,7 @@ class Submission:
             target_tokens=corpus.target_tokens,
             rows_cut=corpus.rows_cut,
             auto=auto,
-            longest=int(lengths.max()) + encoded,
+            longest=int(plan.lengths.max()) + encoded,
             corpus_digest=digest,
             soft_targets=arrays.candidates is not None,
         )
@@ -315,12 +315,14 @@ class Submission:
         """Tokenise a small corpus of texts in a thread, other corpora and all chats in helper processes, which are
         killed when the client leaves. `held`: rows for validation."""
         asked = request.training
-        options = Tokenization(longest, asked.train_on, asked.loss is not None, asked.one_row_per_answer)
+        pairs, labelled = isinstance(asked.loss, PairLoss), isinstance(asked.loss, KtoLoss)
+        options = Tokenization(longest, asked.train_on, pairs, labelled, asked.one_row_per_answer)
         if held is None and (isinstance(source, list) or await asyncio.to_thread(_small, source, columns)):
             rows = parse_rows(source, columns) if isinstance(source, list) else parse_jsonl(source, columns=columns)
             with suppress(_Chat):
+                kinds = {"pairs": pairs, "labelled": labelled}
                 return await asyncio.to_thread(
-                    tokenize_rows, _texts(rows), self._tokenizer, longest, asked.train_on, pairs=options.pairs
+                    tokenize_rows, _texts(rows), self._tokenizer, longest, asked.train_on, **kinds
                 )
         with suppress(CoserveError):  # rows that need the template will report the error
             await self._texts.read_template()
@@ -386,7 +388,11 @@ class _Chat(Exception):
 def _texts(rows: Iterable[Row]) -> Iterator[Row]:
     """Yield the rows; raise `_Chat` at the first that only a helper process may render."""
     for row in rows:
-        if isinstance(row.chosen if isinstance(row, PreferenceRow) else row, ChatRow):
+        if isinstance(row, LabelledRow):
+            answer: Row = row.answer
+        else:
+            answer = row.chosen if isinstance(row, PreferenceRow) else row
+        if isinstance(answer, ChatRow):
             raise _Chat
         yield row
 

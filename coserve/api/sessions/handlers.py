@@ -130,10 +130,12 @@ def _call(body: schemas.ComputeRequest, learns: bool) -> tuple[Compute, list[int
         if len(after) != len(one.labels):
             got = len(one.labels)
             raise InvalidRequest(f"example {number}: expected {len(after)} labels, got {got}", field="labels")
-        given = {name: getattr(one, name) for name in ("weights", "sampled", "advantages", "ratio_mask")}
-        values = {f"{name}_K": np.array(each, np.float32) for name, each in given.items() if each is not None}
+        weights, sampled, advantages, ratio_mask = (
+            None if each is None else np.array(each, np.float32)
+            for each in (one.weights, one.sampled, one.advantages, one.ratio_mask)
+        )
         tokens, labels = np.array(one.tokens, np.int32), np.array(one.labels, np.int64)
-        found.append(Example(tokens, np.array(after, np.int64), labels, **values))
+        found.append(Example(tokens, np.array(after, np.int64), labels, weights, sampled, advantages, ratio_mask))
     counts = [len(example.after_K) for example in found]
     return Compute(examples_out(found), body.loss, body.config, learns), counts
 

@@ -67,7 +67,9 @@ are those of requests, with `tool_calls`, `reasoning_content`, `tool_call_id` an
 `{"input_ids": [...], "labels": [...]}` (tokenised; -100: not learned; `completion_mask` or `assistant_masks` as well);
 for a `training.loss`, `{"prompt": "...", "chosen": "...", "rejected": "..."}`, as texts or as lists
 of messages; of messages, `prompt` may be left out if both others begin with it; also OpenAI's rows
-`{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}`."""
+`{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}`;
+for the loss `kto`, `{"prompt": "...", "completion": "...", "label": true or false}`, as texts or as lists of
+messages."""
 
 
 RowField = Literal[
@@ -86,6 +88,7 @@ RowField = Literal[
     "assistant_masks",
     "chosen",
     "rejected",
+    "label",
 ]
 OnConflict = Literal["wait", "fork", "refuse"]
 

@@ -104,8 +104,27 @@ class SimpoLoss(Wire, frozen=True, tag_field="type", tag="simpo"):
     """As in `DpoLoss`; TRL's `cpo_alpha`."""
 
 
-PreferenceLoss = DpoLoss | OrpoLoss | SimpoLoss
+class KtoLoss(Wire, frozen=True, tag_field="type", tag="kto"):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, equation 7) of answers that are each desirable or not, and
+    its relative in TRL."""
+
+    beta: float = 0.1
+    """As in `DpoLoss`."""
+    reference: Literal["start", "base"] = "start"
+    """As in `DpoLoss`."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """As in TRL's `KTOConfig`. `kto` compares rewards with an estimate of the KL divergence from the reference, for
+    which each row is computed a second time, with another row's answer."""
+    desirable_weight: float = 1.0
+    """Weight of the rows whose label is true."""
+    undesirable_weight: float = 1.0
+    """Weight of the rows whose label is false."""
+
+
+PairLoss = DpoLoss | OrpoLoss | SimpoLoss
 """A loss of pairs: of a chosen and a rejected answer."""
+PreferenceLoss = PairLoss | KtoLoss
+"""A loss of pairs, or of answers with a label."""
 
 
 class TrainingRequest(Wire, frozen=True):
@@ -136,8 +155,8 @@ class TrainingRequest(Wire, frozen=True):
     """Split a chat into one row per answer to learn, each with the chat up to that answer: for templates that change
     earlier answers."""
     loss: PreferenceLoss | None = None
-    """None: the negative log-likelihood of the target tokens. Others need rows of `prompt`, `chosen` and
-    `rejected`."""
+    """None: the negative log-likelihood of the target tokens. Others need rows of `prompt`, `chosen` and `rejected`;
+    `kto` of `prompt`, `completion` and `label`."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
     warmup_ratio: float | None = None
@@ -179,6 +198,11 @@ class TrainingRequest(Wire, frozen=True):
     """Maximum tokens of a sample."""
     sample_temperature: float = 0.0
     """0: greedy. Above 0, samples are drawn with the job's `seed`."""
+
+    @property
+    def mismatches(self) -> bool:
+        """Whether each row is also computed with another row's answer."""
+        return isinstance(self.loss, KtoLoss) and self.loss.loss_type == "kto"
 
 
 class TrainingSettings(TrainingRequest, frozen=True):

@@ -10,15 +10,17 @@ from coserve.core.types import Wire
 
 
 class Rewards(Wire, frozen=True):
-    """Rewards of a preference loss, as means over the pairs. An answer's reward is beta times the log-ratio of its
-    probability to the reference's; of ORPO and SimPO, beta times the mean log-probability of its tokens."""
+    """Rewards of a preference loss, as means over the pairs; of KTO, over the rows whose label is true and over the
+    others. An answer's reward is beta times the log-ratio of its probability to the reference's; of ORPO and SimPO,
+    beta times the mean log-probability of its tokens."""
 
     chosen: float
     rejected: float
     margin: float
     """Reward of the chosen answer minus that of the rejected one."""
     accuracy: float
-    """Fraction of pairs with a margin above 0."""
+    """Fraction of pairs with a margin above 0; of KTO, of rows whose reward is above 0 if their label is true, and
+    below 0 otherwise."""
 
 
 class StepMetrics(Wire, frozen=True):
@@ -54,7 +56,8 @@ class StepMetrics(Wire, frozen=True):
     valid_perplexity: float | None = None
     """Like `perplexity`, for `valid_loss`."""
     rewards: Rewards | None = None
-    """Rewards of the pairs in this step's batch, before its update; for jobs with a preference loss."""
+    """Rewards in this step's batch, before its update; for jobs with a preference loss. None if all rows of the batch
+    have the same label."""
     valid_rewards: Rewards | None = None
     """Rewards of the validation rows."""
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from coserve.core.errors import InvalidRequest
-from coserve.data.corpus.tokenized import Corpus
+from coserve.core.training.settings import KtoLoss, TrainingSettings
+from coserve.data.corpus.tokenized import UNDESIRABLE, Corpus
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -38,6 +39,8 @@ class Example:
     advantages_K: Floats | None = None  # noqa: N815
     ratio_mask_K: Floats | None = None  # noqa: N815
     """Not 0: the target counts in the sequence's ratio. Read by `Gspo`."""
+    sign: int | None = None
+    """For KTO: 1 for a desirable answer, -1 for another one, 0 for the answer of another prompt."""
 
     def check(self, vocab: int) -> None:
         """Raise `InvalidRequest` unless shapes fit together and tokens are below `vocab`."""
@@ -78,8 +81,8 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Number of examples, or of pairs."""
-        return len(self.examples) // (2 if self.pairs else 1)
+        """Number of examples, or of pairs, or for KTO of answers to their own prompts."""
+        return sum(one.sign != 0 for one in self.examples) // (2 if self.pairs else 1)
 
     @property
     def tokens(self) -> int:
@@ -87,7 +90,8 @@ class Batch:
 
     @property
     def targets(self) -> int:
-        return sum(len(one.after_K) for one in self.examples)
+        """Targets of these rows."""
+        return sum(len(one.after_K) for one in self.examples if one.sign != 0)
 
 
 def arrays_out(value: object) -> tuple[tuple[int, ...], bytes]:
@@ -118,12 +122,33 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=arrays_out)
 _DECODER = msgspec.msgpack.Decoder(tuple[Example, ...], dec_hook=arrays_in)
 
 
-def corpus_batch(corpus: Corpus, rows: Sequence[int]) -> Batch:
+def corpus_batch(corpus: Corpus, rows: Sequence[int], training: TrainingSettings | None = None) -> Batch:
     """Make a batch of rows of the corpus, given by index."""
+    if training is not None and isinstance(training.loss, KtoLoss):
+        return Batch(_labelled(corpus, rows, mismatches=training.mismatches))
     if corpus.candidates is not None:
         return Batch(tuple([_soft_example(corpus, row) for row in rows]))
     sequences = [sequence for row in rows for sequence in corpus.sequences(row)]
     return Batch(tuple([_example(*sequence) for sequence in sequences]), pairs=corpus.splits is not None)
+
+
+def _labelled(corpus: Corpus, rows: Sequence[int], *, mismatches: bool) -> tuple[Example, ...]:
+    """Return the rows with their signs. `mismatches`: then each prompt with the answer of the row before it, as in TRL;
+    all of them have at most as many tokens as the rows. A row alone takes the answer of its neighbour in the corpus."""
+    found = []
+    for row in rows:
+        tokens_N, target_N = corpus.row(row)
+        found.append(replace(_example(tokens_N, target_N), sign=-1 if UNDESIRABLE in target_N else 1))
+    alone = len(rows) == 1
+    others = [(rows[0] - 1) % corpus.rows] if alone else [*rows[-1:], *rows[:-1]]
+    for row, other in zip(rows, others, strict=True) if mismatches else ():
+        (tokens_N, target_N), (after_N, after_target_N) = corpus.row(row), corpus.row(other)
+        first, after = int(np.argmax(target_N > 0)), int(np.argmax(after_target_N > 0))
+        most = len(tokens_N) if alone else corpus.longest
+        tokens_N = np.concatenate((tokens_N[:first], after_N[after:]))[:most]
+        target_N = np.concatenate((target_N[:first], after_target_N[after:]))[:most]
+        found.append(replace(_example(tokens_N, target_N), sign=0))
+    return tuple(found)
 
 
 def _soft_example(corpus: Corpus, row: int) -> Example:

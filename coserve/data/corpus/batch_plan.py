@@ -75,8 +75,9 @@ class BatchPlan:
         Raises `InvalidRequest` for settings that are invalid, in general or for this corpus.
         """
         check_training(training)
-        self.lengths = lengths.astype(np.int32, copy=False)
-        """Tokens of each row (S)."""
+        lengths = lengths.astype(np.int32, copy=False)
+        self.lengths = 2 * lengths if training.mismatches else lengths
+        """Tokens that each row adds to a micro-batch (S)."""
         self._training, self._rows_on_tick = training, rows_on_tick
         self._limit, self._rows = micro_batch_limit(training, micro_batch_tokens), micro_batch_rows
         self._training_rows, validation_rows = _split(len(lengths), training)

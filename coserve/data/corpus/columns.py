@@ -17,7 +17,7 @@ TELLING = {
     "system": _AS_MESSAGE,
     "history": _AS_MESSAGE,
     "tools": "write messages, with tools beside them",
-    "label": "coserve has no KTO: leave out the rows whose label is false, or write pairs for a preference loss (dpo)",
+    "label": "training.loss kto reads it beside prompt and completion alone",
     **dict.fromkeys(("position_ids", "seq_lengths"), "a row is one sequence; coserve packs rows itself"),
     "weight": "coserve weighs rows alike, and has weight 0 for messages",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ALONE),
@@ -37,6 +37,13 @@ class Columns:
     def present(self, columns: Collection[object]) -> list[str]:
         """Return the fields whose named columns are present."""
         return [field for field, column in self.names.items() if column in columns]
+
+    def have_label(self, columns: Collection[object]) -> bool:
+        """Return whether a row with these columns has a `label` that is read: if columns are named, it must be among
+        them; otherwise a bool is, if `columns` is a mapping."""
+        if self.names:
+            return "label" in self.names
+        return "label" in columns and (not isinstance(columns, Mapping) or isinstance(columns["label"], bool))
 
     def read(
         self, columns: Collection[object], fields: Collection[str], required: Iterable[str], line: int

@@ -24,7 +24,8 @@ from coserve.core.errors import MalformedRow, UnreadableCorpus
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.json_array import array_elements
 from coserve.data.corpus.jsonl import GZIP, source_errors
-from coserve.data.corpus.rows import LIMITS, CorpusLimits, choose_columns
+from coserve.data.corpus.limits import LIMITS, CorpusLimits
+from coserve.data.corpus.rows import choose_columns
 from coserve.data.corpus.sources import PieceSizes, is_jsonl, refuse_twins, split_source, table_rows
 from coserve.state.durable import disk_errors
 
@@ -197,6 +198,8 @@ def _records(lines: _Lines, delimiter: str) -> Iterator[list[str]]:
 
 
 def _cell(field: str, text: str) -> str | msgspec.Raw:
+    if field == "label" and text.strip().lower() in ("true", "false"):
+        return msgspec.Raw(text.strip().lower().encode())
     if field not in AS_JSON or not text.strip():
         return text
     return msgspec.Raw(text.replace("\r", " ").replace("\n", " ").encode())

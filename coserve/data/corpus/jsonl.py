@@ -12,7 +12,8 @@ from typing import BinaryIO, NoReturn
 
 from coserve.core.errors import MalformedRow, UnreadableCorpus
 from coserve.data.corpus.columns import Columns
-from coserve.data.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
+from coserve.data.corpus.limits import LIMITS, CorpusLimits
+from coserve.data.corpus.rows import Row, parse_row
 from coserve.state.durable import disk_errors
 
 BLOCK = 1 << 20

@@ -1,16 +1,34 @@
-"""Checks training settings and the lengths of rows and micro-batches. Pure; no torch."""
+"""Checks the size of a corpus, training settings and the lengths of rows and micro-batches. Pure; no torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
-from coserve.core.errors import InvalidRequest
+from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.core.limits import below_one
 from coserve.core.messages import characters
 from coserve.core.options import Bounds
 from coserve.core.training.settings import DpoLoss, PreferenceLoss, TrainingSettings
 from coserve.core.validation import check_normal
 
+
+@dataclass(frozen=True)
+class CorpusLimits:
+    """Largest accepted corpus: number of rows, and bytes of a row. `BatchPlan` takes some bytes of memory for each row;
+    nothing else grows with the corpus."""
+
+    rows: int = 10_000_000
+    row_bytes: int = 16 << 20
+
+    def check_line(self, line: int) -> None:
+        """Raise `MalformedRow` if `line` (from 1) exceeds the largest number of rows."""
+        if line > self.rows:
+            raise MalformedRow(f"expected a corpus of at most {self.rows} rows", line=line)
+
+
+LIMITS = CorpusLimits()
 LEAST = {
     "batch_tokens": 1,
     "micro_batch_tokens": 2,
@@ -42,6 +60,8 @@ PREFERENCE_BOUNDS = {
     "label_smoothing": Bounds(0, 0.5, open=(False, True)),
     "sft_weight": Bounds(0, 100),
     "gamma": Bounds(0, 100),
+    "desirable_weight": Bounds(0, 100),
+    "undesirable_weight": Bounds(0, 100),
 }
 """Settings of preference losses."""
 SMOOTHED = ("sigmoid", "robust", "exo_pair")

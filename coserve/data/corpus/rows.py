@@ -16,24 +16,8 @@ from coserve.core.schemas.empty_fields import drop_empty
 from coserve.core.types import Wire
 from coserve.core.validation import decoder_of, explain
 from coserve.data.corpus.columns import Columns, listed
+from coserve.data.corpus.limits import LIMITS
 from coserve.data.corpus.token_rows import TokensFormat, TokensRow
-
-
-@dataclass(frozen=True)
-class CorpusLimits:
-    """Largest accepted corpus: number of rows, and bytes of a row. `BatchPlan` takes some bytes of memory for each row;
-    nothing else grows with the corpus."""
-
-    rows: int = 10_000_000
-    row_bytes: int = 16 << 20
-
-    def check_line(self, line: int) -> None:
-        """Raise `MalformedRow` if `line` (from 1) exceeds the largest number of rows."""
-        if line > self.rows:
-            raise MalformedRow(f"expected a corpus of at most {self.rows} rows", line=line)
-
-
-LIMITS = CorpusLimits()
 
 
 @dataclass(frozen=True)
@@ -75,7 +59,16 @@ class PreferenceRow:
     rejected: CompletionRow | ChatRow
 
 
-Row = TextRow | CompletionRow | ChatRow | PreferenceRow | TokensRow
+@dataclass(frozen=True)
+class LabelledRow:
+    """Learn from an answer that is desirable (`label`), or is not."""
+
+    line: int
+    answer: CompletionRow | ChatRow
+    label: bool
+
+
+Row = TextRow | CompletionRow | ChatRow | PreferenceRow | LabelledRow | TokensRow
 
 
 class _Text(Wire, frozen=True):
@@ -126,6 +119,15 @@ class _Completion(Wire, frozen=True):
                     line=line,
                     field="completion",
                 )
+
+
+class _Labelled(_Completion, frozen=True, kw_only=True):
+    label: bool
+
+    def row(self, line: int) -> LabelledRow:
+        answer = super().row(line)
+        assert isinstance(answer, CompletionRow | ChatRow), "expected an answer"
+        return LabelledRow(line, answer, self.label)
 
 
 class _Chat(Wire, frozen=True):
@@ -351,7 +353,7 @@ FORMATS = (
     'a row is {"text"}, {"prompt", "completion"} (texts, or lists of messages), '
     '{"messages": [{"role", "content"}, ...]}, {"instruction", "output"} (alpaca; "input" may be added), '
     '{"conversations": [{"from", "value"}, ...]} (ShareGPT), {"input_ids", "labels"} (tokenised) '
-    'or, for a preference loss, {"prompt", "chosen", "rejected"} '
+    'or, for a preference loss, {"prompt", "chosen", "rejected"}, {"prompt", "completion", "label"} (KTO) '
     'or {"input": {"messages"}, "preferred_output", "non_preferred_output"} (OpenAI)'
 )
 """Ending of every error about a row's shape."""
@@ -422,6 +424,8 @@ def choose_columns(found: Collection[object], line: int, columns: Columns) -> tu
             f"the columns {', '.join(map(repr, columns.names.values()))}" if columns.names else "the fields of a row"
         )
         raise MalformedRow(f"expected {named}, got {listed(found)}; {FORMATS}; {OTHER_NAMES}", line=line)
+    if row_format is _Completion and columns.have_label(found):
+        row_format = _Labelled
     fields = msgspec.structs.fields(row_format)
     names = [field.encode_name for field in fields]
     others = [key for key in _FORMATS if key in (present or found) and key not in names]

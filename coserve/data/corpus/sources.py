@@ -19,7 +19,8 @@ from coserve.core.errors import InvalidRequest, MalformedRow, UnreadableCorpus
 from coserve.core.validation import decode_json
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.jsonl import parse_lines, source_errors
-from coserve.data.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
+from coserve.data.corpus.limits import LIMITS, CorpusLimits
+from coserve.data.corpus.rows import Row, parse_row
 from coserve.state.durable import disk_errors
 
 if TYPE_CHECKING:

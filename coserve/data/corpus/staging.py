@@ -85,6 +85,7 @@ class Tokenization:
     max_length: int
     train_on: TrainOn | None = None
     pairs: bool = False
+    labelled: bool = False
     one_row_per_answer: bool = False
 
 
@@ -127,6 +128,7 @@ def tokenize_piece(
             options.max_length,
             options.train_on,
             pairs=options.pairs,
+            labelled=options.labelled,
             one_row_per_answer=options.one_row_per_answer,
         )
         with CorpusWriter(Path(target)) as part:
@@ -206,13 +208,13 @@ class CorpusWriter:
             self._files.close()
 
     def add(self, tokens: npt.NDArray[np.int32], target: npt.NDArray[np.uint8], split: int | None = None) -> None:
-        """Add a row: its tokens (n), and 1 for those that are targets (n). `split`: tokens of a pair's first sequence.
+        """Add a row: its tokens (n), and its targets (n) as in `Corpus`. `split`: tokens of a pair's first sequence.
         All rows are pairs, or none."""
         self.rows += 1
         self._pairs += split is not None
         assert self._pairs in (0, self.rows), "expected pairs only, or none"
         self.token_count += len(tokens)
-        self.target_tokens += int(target.sum())
+        self.target_tokens += int(np.count_nonzero(target))
         with disk_errors():
             self._tokens.write(tokens.tobytes())
             self._target.write(target.tobytes())

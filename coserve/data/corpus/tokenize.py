@@ -11,29 +11,35 @@ import numpy.typing as npt
 from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.core.training.settings import TrainOn
 from coserve.core.validation import above_vocabulary
-from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
+from coserve.data.corpus.rows import ChatRow, CompletionRow, LabelledRow, PreferenceRow, Row, TextRow
 from coserve.data.corpus.token_rows import TokensRow
-from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.tokenized import UNDESIRABLE, Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 NO_ROWS = "expected at least one row"
+_OF_A_LOSS = {
+    PreferenceRow: ("a preference loss", "dpo, orpo, simpo", '{"prompt", "chosen", "rejected"}'),
+    LabelledRow: ("the loss kto", "kto", '{"prompt", "completion", "label": true or false}'),
+}
+"""Rows of certain losses alone: the losses in words, their types, and the rows' fields."""
 
 
 @dataclass(frozen=True)
 class TokenizedRow:
     """A tokenised row. `targets[i]`: token i contributes to the loss. `cut`: the row was truncated. `split`: tokens of
-    a pair's first sequence."""
+    a pair's first sequence. `undesirable`: its label is false."""
 
     tokens: list[int]
     targets: list[bool]
     cut: bool = False
     split: int | None = None
+    undesirable: bool = False
 
 
 @dataclass(frozen=True)
 class RowArrays:
-    """A tokenised row as arrays. `tokens`: int32 (n); `target`: uint8 (n), 1 for tokens that contribute to the loss.
-    `cut` and `split`: as in `TokenizedRow`."""
+    """A tokenised row as arrays. `tokens`: int32 (n); `target`: uint8 (n), as in `Corpus`. `cut` and `split`: as in
+    `TokenizedRow`."""
 
     tokens: npt.NDArray[np.int32]
     target: npt.NDArray[np.uint8]
@@ -48,6 +54,7 @@ def tokenize_rows(
     train_on: TrainOn | None = None,
     *,
     pairs: bool = False,
+    labelled: bool = False,
     one_row_per_answer: bool = False,
 ) -> Corpus:
     """Tokenise `rows` in order, each to at most `max_length` tokens.
@@ -57,8 +64,9 @@ def tokenize_rows(
     target. The first token of a row is never a target, because no token precedes it.
 
     `train_on` chooses other targets: see `TrainingRequest.train_on`. `one_row_per_answer`: a chat becomes one row for
-    each answer to learn, with the chat up to it. `pairs`: all rows are `PreferenceRow`s (otherwise none is). Each
-    sequence of a pair has at most `max_length` tokens, and a text prompt is cut alike in both.
+    each answer to learn, with the chat up to it. `pairs`: all rows are `PreferenceRow`s (otherwise none is);
+    `labelled`: all are `LabelledRow`s. Each sequence of a pair has at most `max_length` tokens, and a text prompt is
+    cut alike in both.
 
     Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so
     that the completion stays whole; a completion loses its end only if that is not enough. With `one_row_per_answer`,
@@ -66,9 +74,8 @@ def tokenize_rows(
 
     Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
     """
-    rows_of_arrays = list(
-        row_arrays(rows, tokenizer, max_length, train_on, pairs=pairs, one_row_per_answer=one_row_per_answer)
-    )
+    kinds = {"pairs": pairs, "labelled": labelled, "one_row_per_answer": one_row_per_answer}
+    rows_of_arrays = list(row_arrays(rows, tokenizer, max_length, train_on, **kinds))
     if not rows_of_arrays:
         raise EmptyCorpus(NO_ROWS)
     bounds = np.cumsum([0, *(len(row.tokens) for row in rows_of_arrays)], dtype=np.int64)
@@ -88,35 +95,39 @@ def row_arrays(
     train_on: TrainOn | None = None,
     *,
     pairs: bool = False,
+    labelled: bool = False,
     one_row_per_answer: bool = False,
 ) -> Iterator[RowArrays]:
     """Yield the rows of `tokenize_rows` one at a time; there may be none."""
     if max_length < 2:
         raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
-    checked = _checked(rows, pairs=pairs)
+    checked = _checked(rows, PreferenceRow if pairs else LabelledRow if labelled else None)
     for row, tokenized in _tokenized_rows(checked, tokenizer, max_length, train_on, split=one_row_per_answer):
         if not any(tokenized.targets):
             raise NoTargets(_nothing_to_learn(row, tokenized, max_length), line=row.line)
-        yield RowArrays(
-            np.array(tokenized.tokens, np.int32), np.array(tokenized.targets, np.uint8), tokenized.cut, tokenized.split
-        )
+        target = np.array(tokenized.targets, np.uint8) * (UNDESIRABLE if tokenized.undesirable else 1)
+        yield RowArrays(np.array(tokenized.tokens, np.int32), target, tokenized.cut, tokenized.split)
 
 
 def _nothing_to_learn(row: Row, tokenized: TokenizedRow, max_length: int) -> str:
     pair = isinstance(row, PreferenceRow)
     if not tokenized.cut:
         return "chosen or rejected has nothing to learn" if pair else "the row has nothing to learn"
-    limit = "half of micro_batch_tokens" if pair else "micro_batch_tokens"
+    limit = "half of micro_batch_tokens" if pair or isinstance(row, LabelledRow) else "micro_batch_tokens"
     least = f"the least of training.max_length, the base's context and {limit}"
     return f"the answer to be learned begins after the first {max_length} tokens, where the row is cut ({least})"
 
 
-def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:
-    """Raise `MalformedRow` for a row that does not fit the loss (pairs or not)."""
+def _checked(rows: Iterable[Row], kind: type[PreferenceRow | LabelledRow] | None) -> Iterator[Row]:
+    """Raise `MalformedRow` for a row that does not fit the loss, whose rows are of this `kind`; None: of the others."""
     for row in rows:
-        if isinstance(row, PreferenceRow) is not pairs:
-            expected = "a preference loss expects" if pairs else "training.loss (dpo, orpo, simpo) is missing for"
-            raise MalformedRow(f'{expected} rows of {{"prompt", "chosen", "rejected"}}', line=row.line)
+        got = type(row) if isinstance(row, PreferenceRow | LabelledRow) else None
+        if got is not kind and kind is not None:
+            loss, _, fields = _OF_A_LOSS[kind]
+            raise MalformedRow(f"{loss} expects rows of {fields}", line=row.line)
+        if got is not kind and got is not None:
+            _, types, fields = _OF_A_LOSS[got]
+            raise MalformedRow(f"training.loss ({types}) is missing for rows of {fields}", line=row.line)
         yield row
 
 
@@ -135,6 +146,10 @@ def _tokenized_rows(
                 found = _completions(prompt, [completion], tokenizer, max_length)
             case PreferenceRow():
                 found = [_pair(row, tokenizer, max_length)]
+            case LabelledRow(answer=CompletionRow(prompt=prompt, completion=completion)):
+                found = _completions(prompt, [completion], tokenizer, max_length)
+            case LabelledRow(answer=ChatRow() as answer):
+                found = [_chat(answer, tokenizer, max_length)]
             case ChatRow():
                 found = (
                     _answers(row, tokenizer, max_length, train_on)
@@ -146,7 +161,7 @@ def _tokenized_rows(
                 tokenized.targets[:] = [True] * len(tokenized.targets)
             if tokenized.targets:
                 tokenized.targets[0] = False
-            yield row, tokenized
+            yield row, replace(tokenized, undesirable=isinstance(row, LabelledRow) and not row.label)
 
 
 def _check_targets(row: Row, train_on: TrainOn | None) -> None:

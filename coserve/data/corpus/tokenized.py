@@ -25,6 +25,8 @@ from coserve.core.validation import decoder_of
 from coserve.state.durable import read_errors, write_file
 from coserve.state.failpoints import failpoint
 
+UNDESIRABLE = 2
+"""Value of `Corpus.target` at the tokens of an answer whose label is false (KTO)."""
 REST = -1
 """Candidate that stands for all tokens but the target's other candidates that have a weight."""
 BLOCK = 1 << 18
@@ -35,9 +37,10 @@ BLOCK = 1 << 18
 class Corpus:
     """S rows of N tokens in all, concatenated.
 
-    `tokens`: int32 (N). `target`: uint8 (N), 1 for tokens that contribute to the loss. `bounds`: int64 (S + 1),
-    ascending from 0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), for a corpus of pairs only: row i is
-    the prompt with the chosen answer, then, from `splits[i]` on, the prompt with the rejected answer.
+    `tokens`: int32 (N). `target`: uint8 (N), 1 or `UNDESIRABLE` for tokens that contribute to the loss, else 0.
+    `bounds`: int64 (S + 1), ascending from 0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), for a
+    corpus of pairs only: row i is the prompt with the chosen answer, then, from `splits[i]` on, the prompt with the
+    rejected answer.
 
     `candidates`: int32 (M * C), for a corpus of soft targets only: C tokens for each of its M targets, in order, with
     their weights in the loss, `weights`: fp32 (M * C), at least 0. A candidate may be `REST`, but not the first one.
@@ -61,6 +64,11 @@ class Corpus:
         """Tokens of each row (S)."""
         return np.diff(self.bounds)
 
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max())
+
     @property
     def token_count(self) -> int:
         return len(self.tokens)
@@ -73,7 +81,7 @@ class Corpus:
 
     @property
     def target_tokens(self) -> int:
-        return int(self.target.sum())
+        return int(np.count_nonzero(self.target))
 
     def row(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Tokens int32 (n) and targets uint8 (n) of one row."""
@@ -151,7 +159,8 @@ class Corpus:
         return (
             all(self._rows_are_valid(here) for here in _blocks(self.rows, check))
             and all(
-                bool(np.all(tokens[here] >= 0) and np.all(target[here] <= 1)) for here in _blocks(len(tokens), check)
+                bool(np.all(tokens[here] >= 0) and np.all(target[here] <= UNDESIRABLE))
+                for here in _blocks(len(tokens), check)
             )
             and self._soft_targets_are_valid(check)
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from coserve.core.training.settings import DpoLoss, OrpoLoss, PreferenceLoss, SimpoLoss
+from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, SimpoLoss
 from coserve.finetune.losses.formulas import divergence_, negative_log_likelihood_, soft_cross_entropy_
 from coserve.finetune.losses.loss import TokenLoss
 from coserve.finetune.packed_rows import PackedRows
@@ -100,7 +100,7 @@ class Preference(Likelihood):
     """
 
     def __init__(
-        self, rows: PackedRows, reference_Q2: Tensor | None, loss: PreferenceLoss, shard: VocabularyShard | None
+        self, rows: PackedRows, reference_Q2: Tensor | None, loss: PairLoss, shard: VocabularyShard | None
     ) -> None:
         """`reference_Q2`: the sequences' `Likelihood` result under the reference model; None for a loss without."""
         super().__init__(rows, rows.sequence_targets, shard)
@@ -174,7 +174,7 @@ At 0 the odds are infinite, and their gradient is NaN."""
 
 
 def preference_loss(
-    nll_P2: Tensor, reference_nll_P2: Tensor, targets_P2: Tensor, loss: PreferenceLoss
+    nll_P2: Tensor, reference_nll_P2: Tensor, targets_P2: Tensor, loss: PairLoss
 ) -> tuple[Tensor, Tensor]:
     """Return a preference loss and its gradient. Inputs (fp64): each answer's negative log-likelihood, summed over its
     targets, under the model and under the reference (read by a `DpoLoss` alone), and its number of targets.

@@ -14,7 +14,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.training.settings import PreferenceLoss
+from coserve.core.training.settings import KtoLoss, PreferenceLoss
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.packed_rows import TargetValues
 from coserve.model.lora import LoraWeights
@@ -105,9 +105,9 @@ class Loss:
     teacher: LoraWeights | None = None
     """The loss is KL(teacher || student) with this adapter as teacher: this rank's shard, in the base's dtype."""
     pairs: PreferenceLoss | None = None
-    """The loss is this one of pairs of rows."""
+    """The loss is this one of pairs of rows, or of rows with a label."""
     reference: LoraWeights | None = None
-    """Reference adapter of a DPO loss, in the same form as `teacher`; None: the base."""
+    """Reference adapter of a DPO or KTO loss, in the same form as `teacher`; None: the base."""
     tokens: TokenLoss | None = None
     """The loss is this function of the targets' log-probabilities."""
 
@@ -118,9 +118,9 @@ class Loss:
 
     @property
     def sums(self) -> int:
-        """Number of sums of a forward: the loss and correct predictions, and for pairs three more
-        (`losses.chunked.Preference`)."""
-        return 2 if self.pairs is None else 5
+        """Number of sums of a forward: the loss and correct predictions, for pairs three more
+        (`losses.chunked.Preference`), for rows with a label four (`losses.labelled.Labelled`)."""
+        return 2 if self.pairs is None else 6 if isinstance(self.pairs, KtoLoss) else 5
 
     def check(self, batch: Batch, vocab: int) -> None:
         """Raise `InvalidRequest` unless a token loss can be computed on `batch`, whose rows come from a client."""

@@ -15,7 +15,7 @@ from coserve.api.jobs import preparation
 from coserve.api.jobs.preparation import CorpusPreparation
 from coserve.core.errors import EmptyCorpus, HelperLost, MalformedRow, NoTargets, UnreadableCorpus
 from coserve.data.corpus.jsonl import parse_jsonl
-from coserve.data.corpus.rows import CorpusLimits
+from coserve.data.corpus.limits import CorpusLimits
 from coserve.data.corpus.sources import PIECES
 from coserve.data.corpus.staging import Tokenization
 from coserve.data.corpus.tokenize import tokenize_rows
