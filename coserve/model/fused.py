@@ -121,19 +121,12 @@ def _linear_quantized_fake(x: Tensor, width: int, *_: object) -> Tensor:
 
 def _register() -> torch.library.Library:
     attend = f"(Tensor q, Tensor k, Tensor v, {ATTENTION_FIELDS}) -> Tensor"
-    linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group) -> Tensor"
-    quantized = "(Tensor x, int width, int group) -> Tensor"
+    linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group, Tensor? residual=None) -> Tensor"
+    quantized = "(Tensor x, int width, int group, Tensor? residual=None) -> Tensor"
     return register_ops(
         ("attend", attend, _attend, lambda q, k, v, *_: q.new_empty((q.shape[1], q.shape[0], v.shape[2]))),
         ("linear", linear, _linear, _linear_fake),
-        ("linear_add", linear.replace(")", ", Tensor residual)", 1), _linear, _linear_fake),
         ("linear_quantized", quantized, _linear_quantized, _linear_quantized_fake),
-        (
-            "linear_quantized_add",
-            quantized.replace(")", ", Tensor residual)", 1),
-            _linear_quantized,
-            _linear_quantized_fake,
-        ),
     )
 
 
@@ -197,19 +190,25 @@ class FusedBase:
         }
         names = [*base.spec.experts]
         pairs = zip(names[::2], names[1::2], strict=True)
-        self._experts = {base.spec.experts[up].layer: (up, down) for up, down in pairs}
-        found = self._experts.items() if opaque_experts else ()
-        self._opaque_experts = {layer: modules[up.rpartition(".")[0]] for layer, (up, _) in found}
-        for module in self._opaque_experts.values():
+        experts = {base.spec.experts[up].layer: (up, down) for up, down in pairs}
+        found = experts.items() if opaque_experts else ()
+        opaque = {layer: modules[up.rpartition(".")[0]] for layer, (up, _) in found}
+        for module in opaque.values():
             setattr(module, OPAQUE, True)
-        self._mesh = Mesh() if base.sharding is None else base.sharding.mesh
         self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
-        self._quantized = {
-            shared.group: shared.whole for shared in base.sites.shared() if isinstance(shared.whole, QuantizedWeight)
-        }
         if gemms is None:
             gemms = measure_gemms(self.stacked, base.device) if base.device.type == "cuda" else GemmChoice()
         self.gemms = gemms
+        whole = {shared.group: shared.whole for shared in base.sites.shared()}
+        self._fused = partial(
+            Fused,
+            groups=self.groups,
+            summed=self._summed,
+            quantized={group: weight for group, weight in whole.items() if isinstance(weight, QuantizedWeight)},
+            experts=experts,
+            opaque_experts=opaque,
+            mesh=Mesh() if base.sharding is None else base.sharding.mesh,
+        )
         forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
             made = compiler(self._rewriting(backend or _inductor))
@@ -259,10 +258,7 @@ class FusedBase:
     ) -> Tensor:
         """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`. `ends`: what
         adapters change at the model's ends."""
-        mesh = self._mesh
-        lookups = self.groups, self._summed, self._quantized, self._experts, self._opaque_experts
-        fused = Fused(attention, self.gemms, *lookups, mesh)
-        context = ForwardContext(lora, fused=fused, ends=ends)
+        context = ForwardContext(lora, fused=self._fused(attention, self.gemms), ends=ends)
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched(), self._numbers or nullcontext():
             # A copy of the positions: compiled code would guard on the size of a view's whole storage.

@@ -14,8 +14,8 @@ _GROUP_AT = {"linear": 4, "linear_quantized": 2}
 
 
 def add_in_sums(module: GraphModule, sums: Collection[int]) -> int:
-    """Turn each `residual + coserve::linear(...)` of a traced layer into a `coserve::linear_add`, unless the linear's
-    output has other users; so too `coserve::linear_quantized`.
+    """Give each `coserve::linear` and `coserve::linear_quantized` of a traced layer the residual that is added to its
+    output, unless the output has other users.
 
     `sums`: groups whose linear ends in a sum over the ranks. Returns the number of replacements.
     """
@@ -31,8 +31,7 @@ def add_in_sums(module: GraphModule, sums: Collection[int]) -> int:
         if add is None or residual is None:
             continue
         with graph.inserting_before(add):
-            adding = getattr(torch.ops.coserve, f"{name}_add")
-            fused = graph.call_function(adding, (*node.args, residual), dict(node.kwargs))
+            fused = graph.call_function(getattr(torch.ops.coserve, name), (*node.args, residual), dict(node.kwargs))
         fused.meta = dict(add.meta)
         add.replace_all_uses_with(fused)
         graph.erase_node(add)

@@ -53,8 +53,8 @@ def _fused(mesh: Mesh, folder: str, quantization: str) -> tuple[list[Tensor], li
     )
     assert base.sharding is not None
     found.append(base.sharding.vocabulary.likeliest(part_of_vocabulary))
-    adding = torch.ops.coserve.linear_add, torch.ops.coserve.linear_quantized_add
-    adds = [sum(node.target in adding for node in graph.graph.nodes) for graph in graphs]
+    arguments = {torch.ops.coserve.linear: 6, torch.ops.coserve.linear_quantized: 4}  # with a residual, the last one
+    adds = [sum(len(node.args) == arguments.get(node.target) for node in graph.graph.nodes) for graph in graphs]
     return found, adds, dict(mesh.traffic.calls)
 
 
