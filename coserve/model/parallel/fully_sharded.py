@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from coserve.kernels.lora.interface import Adapters, CombinedLora, LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads, SiteGroup
-from coserve.model.parallel.functions import gather_shared, sum_shared
+from coserve.model.parallel.functions import gather_columns, sum_shared
 from coserve.model.parallel.lora import FullyShardedPair
 from coserve.model.parallel.modules import SiteShard
 
@@ -182,7 +182,7 @@ class FullyShardedLora(PreparedLora):
         shard = self._shards[live[0]]
         parts = self._shrink.add(self._down_groups[group], self._empty(x_TD, live), x_TD)
         h = torch.cat(parts, 1)
-        h = sum_shared(h, shard.mesh) if shard.partition.sums else gather_shared(h, shard.mesh)
+        h = sum_shared(h, shard.mesh) if shard.partition.sums else gather_columns(h, shard.mesh, shared=True)
         for name, h_TX in self._by_site(h, live).items():
             at = group.names.index(name)
             out[at] = self._added(name, out[at], h_TX)

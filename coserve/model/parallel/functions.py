@@ -34,21 +34,12 @@ def sum_over_ranks(x: Tensor, mesh: Mesh, addend: Tensor | None = None) -> Tenso
     return out if addend is None else out + addend
 
 
-def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
-    """Concatenate the ranks' `x` (..., C) for a computation that is equal on every rank. Backward: take this rank's
-    columns of the gradient."""
+def gather_columns(x: Tensor, mesh: Mesh, *, shared: bool = False) -> Tensor:
+    """Concatenate the ranks' `x` (..., C). Backward: take this rank's columns of the gradient. `shared`: what follows
+    differs between ranks, so their gradients are summed first."""
     if mesh.size == 1 or not _learns(x):
         return mesh.all_gather(x)
-    out: Tensor = _Gather.apply(x, mesh, False)  # type: ignore[no-untyped-call]
-    return out
-
-
-def gather_shared(x: Tensor, mesh: Mesh) -> Tensor:
-    """Concatenate the ranks' `x` (..., C) for computations that differ between ranks. Backward: sum the ranks'
-    gradients, then take this rank's columns."""
-    if mesh.size == 1 or not _learns(x):
-        return mesh.all_gather(x)
-    out: Tensor = _Gather.apply(x, mesh, True)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gather.apply(x, mesh, shared)  # type: ignore[no-untyped-call]
     return out
 
 
