@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from importlib import import_module, resources
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import tokenizers
 
 from coserve.client import Client
 from coserve.core.errors import UnsupportedAdapter, UnsupportedBase
-from coserve.data.pretrained.source import BUNDLED, check_source, locate
+from coserve.data.pretrained.source import check_source, locate
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.gate import read_configs
 from coserve.lora.files.wrapped import decoder_among, rename_decoder
@@ -46,9 +46,8 @@ def _merge(base: str, tokenizer: Tokenizer, adapter: Path, merged: Path, *, trus
     from peft import PeftModel
     from transformers import PreTrainedTokenizerFast
 
-    source = str(resources.files("coserve") / "assets" / "tiny") if base == BUNDLED else locate(base)
     load = import_module("coserve.model.formats.load")
-    model = load.load_whole(source, trust_remote_code=trust_remote_code)
+    model = load.load_whole(locate(base), trust_remote_code=trust_remote_code)
     if (decoder := decoder_among(name for name, _ in model.named_modules())) is not None:
         rename_decoder(adapter, decoder)
     with warnings.catch_warnings():  # PEFT goes on with random weights

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -16,8 +15,6 @@ from coserve.kernels.gpu.device import usable_device
 from coserve.model.base import Base, wrap_base
 from coserve.model.formats.dense import open_folder
 from coserve.model.formats.gguf import open_gguf
-from coserve.model.formats.gguf import read_config as gguf_config
-from coserve.model.formats.interface import Format
 from coserve.model.formats.load import DenseModel, from_files
 from coserve.model.formats.source import loadable, read_config, set_generation
 from coserve.model.parallel.lora import Strategy
@@ -62,7 +59,7 @@ def load_base(
     """
     where = usable_device(device)
     kind = (torch.bfloat16 if where.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    folder = Path(str(resources.files("coserve") / "assets" / "tiny")) if source == "bundled" else Path(locate(source))
+    folder = Path(locate(source))
     gguf = is_gguf(str(folder))
     local = folder.exists()
     if source == "bundled" and not (folder / "config.json").is_file():
@@ -72,11 +69,7 @@ def load_base(
     if local and folder == Path(source):
         name = folder.resolve().name
     with loadable(name):
-        form: Format | None = None
-        if gguf:
-            config = gguf_config(folder)
-        else:
-            config, form = read_config(path, name, revision, local=local, trust_remote_code=trust_remote_code)
+        config, form = read_config(path, name, revision, trust_remote_code=trust_remote_code)
         refuse_config(config)
         kind_of_model = model_class(config)
         if few_layers:

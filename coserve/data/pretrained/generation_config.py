@@ -6,7 +6,7 @@ import msgspec
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.sampling import NEUTRAL, SamplingDefaults
-from coserve.data.pretrained.source import open_base
+from coserve.data.pretrained.source import base_files
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -18,14 +18,13 @@ class _File(SamplingDefaults, frozen=True, kw_only=True, forbid_unknown_fields=F
 def load_sampling_defaults(source: str) -> SamplingDefaults:
     """Return a base's defaults; what it leaves out has the API's. Raises `UnsupportedBase`, also for a value out of its
     range."""
-    with open_base(source, (GENERATION_CONFIG,)) as folder:
-        path = folder / GENERATION_CONFIG
-        if not path.is_file():  # a GGUF file has none
-            return NEUTRAL
-        try:
-            found = msgspec.json.decode(path.read_bytes(), type=_File)
-        except msgspec.DecodeError as error:
-            raise UnsupportedBase(
-                f"{GENERATION_CONFIG} of the base: {error} (--generation-config none ignores the file)"
-            ) from error
+    path = base_files(source, (GENERATION_CONFIG,)) / GENERATION_CONFIG
+    if not path.is_file():  # a GGUF file has none
+        return NEUTRAL
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=_File)
+    except msgspec.DecodeError as error:
+        raise UnsupportedBase(
+            f"{GENERATION_CONFIG} of the base: {error} (--generation-config none ignores the file)"
+        ) from error
     return NEUTRAL.fill(SamplingDefaults(**{name: getattr(found, name) for name in SamplingDefaults.__struct_fields__}))

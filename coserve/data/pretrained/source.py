@@ -7,9 +7,8 @@ invalid name, a name unknown to the hub, a gated model, and a hub that cannot be
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.resources import as_file, files
+from collections.abc import Sequence
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,8 +28,10 @@ POINTER = b"version https://git-lfs"
 
 
 def locate(source: str) -> str:
-    """Return the path of a base in a package, and any other source as it is. Raises `UnsupportedBase` without the
-    package."""
+    """Return the path of the bundled base and of one in a package, and any other source as it is. Raises
+    `UnsupportedBase` without the package."""
+    if source == BUNDLED:
+        return str(files("coserve") / "assets" / "tiny")
     if source not in PACKAGED or Path(source).exists():
         return source
     module, file, package = PACKAGED[source]
@@ -40,16 +41,11 @@ def locate(source: str) -> str:
     return str(Path(found.origin).with_name(file))
 
 
-@contextmanager
-def open_base(source: str, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yield a base's folder, or its GGUF file. `patterns`: the files to fetch of a hub name. Raises
+def base_files(source: str, patterns: Sequence[str]) -> Path:
+    """Return a base's folder, or its GGUF file. `patterns`: the files to fetch of a hub name. Raises
     `UnsupportedBase`."""
-    if source == BUNDLED:
-        with as_file(files("coserve") / "assets" / "tiny") as folder:
-            yield folder
-        return
     path = Path(locate(source))
-    yield path if path.is_dir() or is_gguf(str(path)) else fetch_files(source, patterns)
+    return path if path.is_dir() or is_gguf(str(path)) else fetch_files(source, patterns)
 
 
 def check_source(source: str, *, weights: bool = True) -> None:

@@ -26,7 +26,7 @@ from coserve.data.pretrained.chat import (
     refuse_lost_parts,
 )
 from coserve.data.pretrained.gguf_tokenizer import read_tokenizer
-from coserve.data.pretrained.source import CODE, open_base
+from coserve.data.pretrained.source import CODE, base_files
 from coserve.data.pretrained.tokenizer_code import backend_of_code
 from coserve.data.pretrained.vocabulary import Vocabulary
 
@@ -114,10 +114,10 @@ class Tokenizer:
     @classmethod
     def load(cls, source: str, *, trust_remote_code: bool = False) -> Tokenizer:
         """Load a base's tokenizer: "bundled", a folder, a hub name or a GGUF file. Raises `UnsupportedBase`."""
-        with open_base(source, (*_FILES, *_CODE_FILES) if trust_remote_code else _FILES) as path:
-            if path.is_file():
-                return cls(*read_tokenizer(path))
-            return cls.from_folder(path, trust_remote_code=trust_remote_code)
+        path = base_files(source, (*_FILES, *_CODE_FILES) if trust_remote_code else _FILES)
+        if path.is_file():
+            return cls(*read_tokenizer(path))
+        return cls.from_folder(path, trust_remote_code=trust_remote_code)
 
     @classmethod
     def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:

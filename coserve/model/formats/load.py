@@ -17,7 +17,6 @@ from coserve.data.pretrained.source import fetch_files, hub_revision
 from coserve.kernels.quantized.fp8 import refuse_unusable
 from coserve.model.formats.dense import DenseTensor, Tensors, open_folder
 from coserve.model.formats.gguf import open_gguf
-from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.source import loadable, read_config, set_generation
 from coserve.model.parallel.build import empty_model
 from coserve.model.parallel.drawn import DrawnWeights
@@ -93,13 +92,13 @@ def load_whole(source: str, *, trust_remote_code: bool) -> PreTrainedModel:
     a hub name or a GGUF file. Raises `UnsupportedBase`."""
     cpu = torch.device("cpu")
     if is_gguf(source):
-        config = gguf_config(Path(source))
+        config, _ = read_config(source, source, "", trust_remote_code=False)
         with open_gguf(Path(source), config) as tensors:
             return DenseModel(config, torch.float32, cpu, trust_remote_code=False).load(tensors)
     path, revision = hub_revision(source)
     local = Path(path).exists()
     with loadable(path):
-        config, form = read_config(path, path, revision, local=local, trust_remote_code=trust_remote_code)
+        config, form = read_config(path, path, revision, trust_remote_code=trust_remote_code)
         if form is None:
             return from_files(
                 whole_class(config).from_pretrained,

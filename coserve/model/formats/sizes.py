@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
-from pathlib import Path
-
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -12,11 +9,9 @@ from transformers.pytorch_utils import Conv1D
 
 from coserve.core.gpu_memory import BaseSizes
 from coserve.core.types import BaseSpec, SiteSpec
-from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.source import check_source, hub_revision, locate
 from coserve.memory.state_pool import state_bytes
 from coserve.model.context import context_of
-from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.source import loadable, read_config
 from coserve.model.latent.absorbed import latent_shapes
 from coserve.model.lora import default_targets, site_weight
@@ -40,14 +35,9 @@ def read_sizes(
     """Return the sizes of a folder with a config.json, a hub name, a GGUF file or a packaged base. `dtype`,
     `quantization`, `mla_cache`: as it is served. Raises `UnsupportedBase`."""
     check_source(source, weights=False)
-    path = str(resources.files("coserve") / "assets" / "tiny") if source == "bundled" else locate(source)
-    path, revision = hub_revision(path)
+    path, revision = hub_revision(locate(source))
     with loadable(source):
-        if is_gguf(path):
-            config = gguf_config(Path(path))
-        else:
-            local = Path(path).exists()
-            config, _ = read_config(path, source, revision, local=local, trust_remote_code=trust_remote_code)
+        config, _ = read_config(path, source, revision, trust_remote_code=trust_remote_code)
         refuse_config(config)
         return config_sizes(
             config,

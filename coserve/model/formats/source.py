@@ -12,10 +12,12 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.names import ADAPTER_CONFIG
+from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.source import CODE
 from coserve.model.formats.awq import awq
 from coserve.model.formats.compressed_tensors import compressed_tensors
 from coserve.model.formats.fp8 import fp8_blocks, fp8_rows
+from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.gptq import gptq
 from coserve.model.formats.interface import Format, Settings
 from coserve.model.formats.mxfp4 import mxfp4
@@ -35,10 +37,13 @@ log = logging.getLogger(__name__)
 
 
 def read_config(
-    path: str, name: str, revision: str, *, local: bool, trust_remote_code: bool
+    path: str, name: str, revision: str, *, trust_remote_code: bool
 ) -> tuple[PretrainedConfig, Format | None]:
-    """Return the config of a folder or a hub name, at a revision, as that of a dense model, and how its weights are
-    quantised."""
+    """Return the config of a folder, a GGUF file or a hub name, at a revision, as that of a dense model, and how its
+    weights are quantised; None: as they are, or in GGUF."""
+    if is_gguf(path):
+        return gguf_config(Path(path)), None
+    local = Path(path).exists()
     settings, _ = PretrainedConfig.get_config_dict(path, revision=revision, local_files_only=local)
     trust_remote_code = trust_remote_code and not has_class(settings)  # old code of a model does not run any more
     unknown = refuse_settings(name, settings, trust_remote_code)
