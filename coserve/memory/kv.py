@@ -11,9 +11,9 @@ from coserve.core.errors import ConfigError
 from coserve.core.gpu_memory import PoolShape
 from coserve.kernels.attention.backend import (
     attention_notes,
+    fused,
     mixed_attention,
     paged_attention,
-    reads_only_written_slots,
     static_attention,
 )
 from coserve.kernels.attention.expanded import ExpandedAttention, StepTerms, long_chunks, most_expanded
@@ -81,7 +81,7 @@ class KvCache:
         self.page_tokens = page_tokens
         self.snapshots = None if states is None else StateSnapshots(states, self.buffer)
         self.notes = attention_notes(device, dtype) + (() if states is None else (BY_TOKENS,))
-        self._clean = not reads_only_written_slots(device, dtype)
+        self._clean = not fused(device, dtype)
         rows = self.buffer.bytes.view(dtype)
 
         sources = [layer if shape.source is None else shape.source for layer, shape in enumerate(kv_shapes)]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.kernels.attention.interface import Attention, KvShape
+from coserve.kernels.attention.padded import PaddedAttention
 from coserve.kernels.lora.dora import squared_norms, squared_rows
 from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
@@ -38,7 +39,7 @@ from coserve.model.probe.forward import SEQUENCES, Forward, check_tokens, eager_
 from coserve.model.probe.observe import Observed, decoder_layers, observe, refuse_statically
 from coserve.model.quantized.modules import TEXTS, quantization_of
 from coserve.model.recurrent.seam import hook, recurring
-from coserve.model.seam import PaddedAttention, ReferenceAttention
+from coserve.model.seam import ReferenceAttention
 from coserve.model.sharded import Shard
 from coserve.model.wrappers import without_images
 

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coserve.core.errors import UnsupportedBase
-from coserve.kernels.attention.expanded import expanded_of
-from coserve.kernels.attention.interface import Attention, AttentionParams
-from coserve.kernels.recurrent.interface import Recurrence
+from coserve.kernels.attention.interface import Attention, AttentionParams, reads_pages
 from coserve.kernels.recurrent.packed import PackedRecurrence
-from coserve.kernels.recurrent.wrappers import PaddedRecurrence, recurrence_of
 from coserve.model.latent import absorbed
 
 NAME = "coserve"
@@ -44,37 +41,6 @@ _HARMLESS = frozenset(
 CHUNK, TUNED = "coserve_chunk", "coserve_tuned"
 """Attributes of attention modules: the chunk whose tokens alone a token sees (`Window.chunked`), as the module's mask
 says; and see `take_over_tuning`."""
-
-
-class PaddedAttention:
-    """An `Attention` for a batch with padding in its last rows: `inner` does not see them, and their output is zero."""
-
-    def __init__(self, inner: Attention, tokens: int) -> None:
-        self._inner = inner
-        self._tokens = tokens
-        self.reads_pages, self.expanded = reads_pages(inner), expanded_of(inner)
-
-    def attend(
-        self,
-        layer: int,
-        q_HTD: Tensor,
-        k_KTD: Tensor,
-        v_KTD: Tensor,
-        params: AttentionParams,
-    ) -> Tensor:
-        rows, real = q_HTD.shape[1], slice(0, self._tokens)
-        out_THD = self._inner.attend(
-            layer,
-            q_HTD[:, real],
-            k_KTD[:, real],
-            v_KTD[:, real],
-            params,
-        )
-        return nn.functional.pad(out_THD, (0, 0, 0, 0, 0, rows - self._tokens))
-
-    @property
-    def recurrence(self) -> Recurrence:
-        return PaddedRecurrence(recurrence_of(self._inner), self._tokens)
 
 
 def _attention(
@@ -131,11 +97,6 @@ def _attention(
         raise UnsupportedBase(f"{family}: expected heads of one size for queries and keys, got {sizes}")
     out_THD = coserve_attention.attend(layer, q_HTD, k_KTD, v_KTD, params)
     return out_THD.contiguous()[None], None  # some families take a view of it
-
-
-def reads_pages(attention: Attention) -> bool:
-    """Whether an attention keeps keys and values in a cache. It then gets latents where a layer has them."""
-    return getattr(attention, "reads_pages", False)
 
 
 def take_over_tuning(modules: Iterable[nn.Module]) -> bool:

@@ -21,14 +21,9 @@ FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.fl
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels compute attention. Otherwise, and always on a CPU, plain torch does."""
+    """Whether the Triton kernels compute attention. Otherwise, and always on a CPU, plain torch does, which also reads
+    slots that were not written: pages must be zeroed before they are used."""
     return device.type == "cuda" and dtype in FUSED_DTYPES
-
-
-def reads_only_written_slots(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention never reads slots that were not written. Otherwise pages must be zeroed before they are
-    used."""
-    return fused(device, dtype)
 
 
 def paged_attention(pages: Pages, runs: Sequence[TokenRun]) -> PagedStep:

@@ -121,6 +121,11 @@ class Attention(Protocol):
         ...
 
 
+def reads_pages(attention: Attention) -> bool:
+    """Whether an attention keeps keys and values in a cache. It then gets latents where a layer has them."""
+    return getattr(attention, "reads_pages", False)
+
+
 class PagedStep(Attention, Protocol):
     """The attention of one step over pages, any mix of decodes and prompt chunks."""
 
