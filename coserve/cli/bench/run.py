@@ -20,7 +20,7 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.health import starting_line
 from coserve.core.processes import allow_more_files
 from coserve.workloads.openai_target import OpenAITarget
-from coserve.workloads.replay import Probe, ReplayResult, Rest, Target, replay
+from coserve.workloads.replay import ReplayResult, Rest, replay
 from coserve.workloads.target import NO_RETRIES, DaemonTarget
 from coserve.workloads.trace import PromptArrival, Repeatable, Totals, Trace, count
 
@@ -132,7 +132,7 @@ async def _on_any_server(trace: Trace, totals: Totals, server: Server, on_interr
         progress = BenchProgress(trace.scenario, totals.prompts)
         async with shown(progress):
             prompts = Trace(trace.scenario, only_prompts)
-            return await _replay(prompts, target, target.probe, Rest.LEAVE, server, progress, on_interrupt)
+            return await _replay(prompts, target, Rest.LEAVE, server, progress, on_interrupt)
 
 
 async def _on_coserve(
@@ -153,7 +153,7 @@ async def _on_coserve(
             # Close the connections of `completions` before the clean-up opens others.
             async with completions or nullcontext(), shown(progress):
                 await target.prepare(totals.adapters)
-                return await _replay(trace, target, target.probe, rest, server, progress, on_interrupt)
+                return await _replay(trace, target, rest, server, progress, on_interrupt)
         finally:
             if rest is not Rest.LEAVE:
                 await clean_up(target)
@@ -165,8 +165,7 @@ def _completions(trace: Trace, server: Server, prefix: str, model: str) -> OpenA
 
 async def _replay(
     trace: Trace,
-    target: Target,
-    probe: Probe,
+    target: DaemonTarget | OpenAITarget,
     rest: Rest,
     server: Server,
     progress: BenchProgress,
@@ -179,7 +178,7 @@ async def _replay(
         rest=rest,
         observe=progress.observe,
         progress=progress.moved,
-        probe=probe if server.metrics_interval > 0 else None,
+        probe=target.probe if server.metrics_interval > 0 else None,
         probe_interval=server.metrics_interval,
         on_interrupt=on_interrupt,
     )

@@ -19,18 +19,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Restarts:
-    """Back-off of engine restarts. A death is early at startup or within `early` seconds of service. After the n-th
-    consecutive early death the pause is `first` * 2^(n-1) seconds; after the `most`-th the daemon gives up. An engine
-    that served longer is restarted at once."""
-
-    early: float = 10.0
-    first: float = 0.5
-    most: int = 5
-
-    def pause(self, deaths: int) -> float:
-        return self.first * 2.0 ** (deaths - 1) if deaths else 0.0
+EARLY, FIRST, MOST = 10.0, 0.5, 5
+"""Back-off of engine restarts. A death is early at startup or within `EARLY` seconds of service. After the n-th
+consecutive early death the pause is `FIRST` * 2^(n-1) seconds; after the `MOST`-th the daemon gives up. An engine that
+served longer is restarted at once."""
 
 
 class Supervisor:
@@ -45,7 +37,6 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start, self._service, self._clock = start, service, clock
-        self._restarts = Restarts()
         self.attached = asyncio.Event()
         """Set once an engine is attached."""
 
@@ -57,11 +48,11 @@ class Supervisor:
         deaths = 0
         while True:
             end = await self._run_engine()
-            deaths = deaths + 1 if end.served < self._restarts.early else 0
-            if deaths >= self._restarts.most:
+            deaths = deaths + 1 if end.served < EARLY else 0
+            if deaths >= MOST:
                 raise StartupError(f"the engine died {deaths} times in a row, the last time it {end.text}; see the log")
-            pause = self._restarts.pause(deaths)
-            when = f"in {pause:.1f} s (early death {deaths} in a row, number {self._restarts.most} ends the daemon)"
+            pause = FIRST * 2.0 ** (deaths - 1) if deaths else 0.0
+            when = f"in {pause:.1f} s (early death {deaths} in a row, number {MOST} ends the daemon)"
             log.error(
                 "the engine %s; it is started again %s",
                 end.text,

@@ -14,7 +14,7 @@ import pytest
 
 from coserve.cli.daemon import engine_process
 from coserve.cli.daemon.engine_process import EngineDied, EngineProcess, EngineStarts
-from coserve.cli.daemon.supervisor import Restarts, Supervisor
+from coserve.cli.daemon.supervisor import MOST, Supervisor
 from coserve.config import Config
 from coserve.core.errors import LoraServersMissing, StartupError, UnsupportedBase
 from coserve.core.gpu_memory import PoolShape
@@ -161,7 +161,7 @@ def test_one_that_dies_while_it_starts_is_started_again_as_any_other() -> None:
 @pytest.mark.parametrize("early", [Dies(), Dies(2.0)])
 def test_it_gives_up_after_so_many_early_deaths_in_a_row(early: Dies) -> None:
     world, said = live([early] * 10)
-    assert len(world.started) == Restarts().most
+    assert len(world.started) == MOST
     assert said.startswith("the engine died 5 times in a row, the last time it was killed by SIGKILL")
 
 
@@ -189,13 +189,13 @@ def test_one_that_cannot_be_read_or_hangs_is_stopped_and_started_again(end: Dies
 
 def test_one_that_dies_while_it_is_attached_died_early() -> None:
     world, said = live([Dies(20.0)] * 10, attach_takes=1000.0)
-    assert said.startswith("the engine died 5 times in a row") and len(world.started) == Restarts().most
+    assert said.startswith("the engine died 5 times in a row") and len(world.started) == MOST
     assert world.attached == 0 and all(engine.stopped for engine in world.engines)
 
 
 def test_the_time_to_attach_it_is_no_service() -> None:
     world, said = live([Dies(25.0)] * 10, attach_takes=20.0)
-    assert said.startswith("the engine died 5 times in a row") and world.attached == Restarts().most
+    assert said.startswith("the engine died 5 times in a row") and world.attached == MOST
 
 
 def test_a_refusal_ends_at_once() -> None:
