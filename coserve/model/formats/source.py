@@ -14,13 +14,9 @@ from coserve.core.errors import UnsupportedBase
 from coserve.core.names import ADAPTER_CONFIG
 from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.source import CODE
-from coserve.model.formats.awq import awq
-from coserve.model.formats.compressed_tensors import compressed_tensors
-from coserve.model.formats.fp8 import fp8_blocks, fp8_rows
 from coserve.model.formats.gguf import read_config as gguf_config
-from coserve.model.formats.gptq import gptq
 from coserve.model.formats.interface import Format, Settings
-from coserve.model.formats.mxfp4 import mxfp4
+from coserve.model.formats.quantised import awq, compressed_tensors, fp8_blocks, fp8_rows, gptq, mxfp4
 from coserve.model.settings import SAME_AS, drop_settings, has_class, refuse_settings
 
 FORMATS: dict[str, Callable[[Settings], Format]] = {
