@@ -26,7 +26,7 @@ GPUS = {24: 22.4, 48: 44.4, 80: 79.1, 141: 139.8}
 
 
 class Wish(Wire, frozen=True):
-    """The work that has to fit on one GPU."""
+    """The work that has to fit on one GPU, or on each of those that share the base."""
 
     adapters: int
     """Adapters on the GPU at a time."""
@@ -45,7 +45,7 @@ class Wish(Wire, frozen=True):
 
 
 class Need(Wire, frozen=True):
-    """Bytes that a `Wish` needs, by use."""
+    """Bytes that a `Wish` needs on a GPU, by use."""
 
     weights: int
     context: int
@@ -85,19 +85,18 @@ class Fit(Wire, frozen=True):
 def needed(sizes: BaseSizes, wish: Wish) -> Need:
     """Return the bytes that the wish needs. Raises `InvalidRequest` for a rank that no adapter can have."""
     base, item = sizes.spec, ITEMSIZE[sizes.spec.dtype]
-    shapes = lora_shapes(LoraSettings(r=wish.rank), base)
+    shapes = lora_shapes(LoraSettings(r=wish.rank), base, ranks=sizes.ranks)
     state = job_state_bytes(shapes, base.dtype, early_stopping=False)
-    outputs = sum(site.out_features for site in base.sites.values()) / base.layers + sizes.experts
+    outputs, vocab = sum(sizes.outputs) / base.layers + sizes.experts, -(-base.vocab // sizes.ranks)
     layer = STATISTICS * item * (outputs + 2 * base.carried)
     tokens = wish.micro_batch_tokens
-    backward = max(tokens * layer, LOSS * base.vocab * min(tokens, POSITIONS) + item * base.carried * tokens)
-    widest = max(site.out_features for site in base.sites.values())
+    backward = max(tokens * layer, LOSS * vocab * min(tokens, POSITIONS) + item * base.carried * tokens)
     return Need(
         weights=sizes.weights,
         context=CONTEXT,
         graphs=GRAPHS,
         step=LOGITS * base.vocab * wish.requests
-        + STEP_TOKENS["cuda"] * item * (2 * widest + 4 * base.carried)
+        + STEP_TOKENS["cuda"] * item * (2 * max(sizes.outputs) + 4 * base.carried)
         + sizes.expanded,
         kv=_cached(sizes, wish) * wish.context * wish.requests,
         states=sizes.states * (wish.requests + EXTRA_SLOTS),

@@ -250,10 +250,12 @@ class MemoryModel(Wire, frozen=True):
 
 
 class BaseSizes(Wire, frozen=True):
-    """Sizes of a base, from its config alone."""
+    """Sizes of a base, or of what each of several GPUs holds of it, from its config alone."""
 
     spec: BaseSpec
-    """Without a fingerprint; the sites are all linear modules of the decoder layers."""
+    """The whole base, without a fingerprint; the sites are all linear modules of the decoder layers."""
+    outputs: tuple[int, ...]
+    """Output features on a GPU of each of these sites."""
     weights: int
     """Bytes of the weights as served."""
     kv: int
@@ -264,3 +266,5 @@ class BaseSizes(Wire, frozen=True):
     """Elements that the experts of one layer compute for a token; 0 without a mixture of experts."""
     expanded: int = 0
     """Most bytes of weights that are dequantised at a time."""
+    ranks: int = 1
+    """GPUs that share the base: `--tp`."""

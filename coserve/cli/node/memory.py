@@ -53,6 +53,9 @@ def memory(
     mla_cache: Annotated[
         Literal["latents", "heads"], typer.Option(help="with MODEL: what latent attention caches")
     ] = "latents",
+    tp: Annotated[
+        int, typer.Option(help="with MODEL: GPUs that share the base: 1, 2, 4 or 8; sizes are those of each")
+    ] = 1,
     trust_remote_code: Annotated[bool, typer.Option(help="with MODEL: run code that comes with its config")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -61,6 +64,8 @@ def memory(
     """Show what uses the GPU memory of a running daemon, and how much each training job takes. With MODEL, predict
     which GPU it needs: from its config.json alone, without a daemon and without a GPU.
     """
+    if tp not in (1, 2, 4, 8):
+        raise typer.BadParameter(f"expected 1, 2, 4 or 8, got {tp}", param_hint="--tp")
     if model is not None:
         wish = Wish(
             adapters=adapters,
@@ -74,7 +79,12 @@ def memory(
         )
         # torch and transformers, which the other commands do without
         sizes: BaseSizes = import_module("coserve.model.formats.sizes").read_sizes(
-            model, dtype, quantization=quantization, mla_cache=mla_cache, trust_remote_code=trust_remote_code
+            model,
+            dtype,
+            quantization=quantization,
+            mla_cache=mla_cache,
+            ranks=tp,
+            trust_remote_code=trust_remote_code,
         )
         _show_prospect(model, sizes, wish, as_json)
     else:
@@ -109,10 +119,11 @@ def _show_prospect(model: str, sizes: BaseSizes, wish: Wish, as_json: bool) -> N
     wish = replace(wish, context=min(wish.context, sizes.spec.context))  # no request is longer than the base's context
     need, fits = needed(sizes, wish), [fit(sizes, wish, gb) for gb in GPUS]
     if as_json:
-        print_json({"wish": wish, "need": need, "total": need.total, "gpus": fits})
+        print_json({"wish": wish, "tp": sizes.ranks, "need": need, "total": need.total, "gpus": fits})
         return
     console = Console()
-    gib, title = Column("GiB", justify="right"), f"GPU memory of {model}: GiB"
+    each = "" if sizes.ranks == 1 else f" on each of {sizes.ranks} GPUs"
+    gib, title = Column("GiB", justify="right"), f"GPU memory of {model}{each}: GiB"
     table = Table("use", gib, title=title, title_justify="left")
     for field, text in NEEDS.items():
         table.add_row(text, _gib(getattr(need, field)))
@@ -120,7 +131,7 @@ def _show_prospect(model: str, sizes: BaseSizes, wish: Wish, as_json: bool) -> N
     table.add_row("in all", _gib(need.total))
     console.print(table)
     requests = Column(f"requests of {wish.context} tokens at once", justify="right")
-    title = f"GPUs, with {wish.fraction:.0%} of their memory"
+    title = f"GPUs{'' if sizes.ranks == 1 else f', {sizes.ranks} of them'}, with {wish.fraction:.0%} of their memory"
     table = Table("GPU", Column("GiB", justify="right"), "fits", requests, title=title, title_justify="left")
     for one in fits:
         table.add_row(f"{one.gb} GB", _gib(one.budget), "yes" if one.fits else "no", str(one.requests))

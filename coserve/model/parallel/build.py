@@ -90,7 +90,8 @@ def fill_shard(
 
     Every rank has the whole embedding. The head has the rank's shard of the vocabulary, a view of the embedding if the
     two are tied, so the model's logits are those of the shard. `by_expert`: a rank has some experts of a mixture whole,
-    not features of all. Modules of experts get their `ExpertShard`, but no forward that sums up.
+    not features of all. Modules of experts get their `ExpertShard`, but no forward that sums up. On torch's `meta`
+    device shards have sizes alone.
 
     Raises:
         UnsupportedBase: a family without a plan, sizes that the ranks do not divide (for quantised modules see
@@ -110,7 +111,8 @@ def fill_shard(
     biases = {f"{path}.{block.output_bias}" for path, block in blocks.items() if block.output_bias is not None}
     experts = _shard_experts(model, blocks, mesh, by_expert=by_expert)
     head = model.get_output_embeddings()
-    _fill_buffers(model, weights, device)
+    if device.type != "meta":
+        _fill_buffers(model, weights, device)
     _fill_ends(model, weights, vocabulary, device)
     for path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):

@@ -18,6 +18,8 @@ from coserve.core.gpu_memory import EXTRA_SLOTS, BaseSizes, MemoryUse
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.formats.sizes import config_sizes
+from coserve.model.load import load_base
+from coserve.model.parallel.mesh import LoneRank
 from tests.support.examples import sample
 from tests.support.families import tiny_family
 from tests.support.gpu_memory import USE
@@ -34,8 +36,8 @@ LLAMA_8B = {
 }
 
 
-def llama(**settings: int) -> BaseSizes:
-    return config_sizes(LlamaConfig(**settings), "bfloat16", name="llama")
+def llama(ranks: int = 1, **settings: int) -> BaseSizes:
+    return config_sizes(LlamaConfig(**settings), "bfloat16", name="llama", ranks=ranks)
 
 
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "jamba", "lfm2", "olmo_hybrid")
@@ -63,6 +65,21 @@ def test_sizes_are_those_of_the_loaded_base(family: str) -> None:
         assert needed(found, WISH).states == taken + buffer
     assert found.kv == sum(shape.heads * (shape.keys + shape.values) * 4 for shape in base.kv_shapes)
     assert weights <= found.weights <= weights * 1.1  # buffers
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "gemma3_text", "deepseek_v3", "qwen3_5_text"])
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_of_ranks_are_those_of_the_loaded_shard(family: str, tmp_path: Path) -> None:
+    tiny_family(family).save_pretrained(tmp_path)
+    base = load_base(str(tmp_path), device="cpu", dtype="float32", mesh=LoneRank(0, 2))
+    found, whole = (config_sizes(base.model.config, "float32", name=family, ranks=ranks) for ranks in (2, 1))
+    held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in base.model.parameters()}
+    assert sum(held.values()) <= found.weights <= sum(held.values()) * 1.1  # buffers
+    assert found.kv == sum(shape.numbers * 4 for shape in base.kv_shapes) < whole.kv or family == "deepseek_v3"
+    assert found.spec == whole.spec and found.weights < whole.weights
+    need, alone = needed(found, WISH), needed(whole, WISH)
+    assert all(getattr(need, use) <= getattr(alone, use) for use in Need.__struct_fields__)
+    assert need.adapters < alone.adapters and need.training < alone.training
 
 
 def test_activations_are_those_that_an_h100_measured() -> None:
@@ -115,6 +132,21 @@ def test_the_command_prints_every_use_and_every_gpu(tmp_path: Path) -> None:
     shown = json.loads(CliRunner().invoke(app, ["memory", str(tmp_path), "--jobs", "0", "--json"]).output)
     assert shown["total"] == sum(shown["need"][field] for field in Need.__struct_fields__)
     assert shown["need"]["training"] == shown["need"]["jobs"] == 0
+
+
+def test_several_gpus_share_the_base(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(LlamaConfig(**LLAMA_8B).to_json_string())
+    found = {}
+    for tp in ("1", "4"):
+        output = CliRunner().invoke(app, ["memory", str(tmp_path), "--tp", tp, "--json"]).output
+        found[tp] = json.loads(output)["need"]
+    embedding = 128256 * 4096 * 2
+    layers = found["1"]["weights"] - 2 * embedding
+    assert found["4"]["weights"] == pytest.approx(embedding * 1.25 + layers / 4, rel=1e-3)
+    assert found["4"]["kv"] * 4 == found["1"]["kv"]
+    assert "on each of 4 GPUs" in CliRunner().invoke(app, ["memory", str(tmp_path), "--tp", "4"]).output
+    refused = CliRunner().invoke(app, ["memory", str(tmp_path), "--tp", "3"])
+    assert refused.exit_code == 2 and "expected 1, 2, 4 or 8, got 3" in refused.output
 
 
 def test_requests_are_no_longer_than_the_bases_context() -> None:
