@@ -52,7 +52,8 @@ def sampling_row(request: Request) -> SamplingRow:
     masked = request.constraint is not None
     if not is_penalised(params):
         return SamplingRow(request.number, params, t, request.banned(), masked=masked)
-    tokens, prompt = request.tokens[request.prefix :], len(request.message.prompt)
+    # With tokens in flight, the sampler has counted all earlier ones.
+    tokens, prompt = [] if request.in_flight else request.tokens[request.prefix :], len(request.message.prompt)
     return SamplingRow(request.number, params, t, request.banned(), tokens, prompt, masked)
 
 

@@ -173,9 +173,12 @@ class Broadcast:
         self.inner = inner
         self.forget, self.evicted, self.prepare, self.kept = inner.forget, inner.evicted, inner.prepare, inner.kept
         self.graphs_missing = inner.graphs_missing
+        self.bytes = list[int]()
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
-        return self.inner.launch(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput), adapters)
+        sent = msgspec.msgpack.encode(step)
+        self.bytes.append(len(sent))
+        return self.inner.launch(msgspec.msgpack.decode(sent, type=StepInput), adapters)
 
 
 def test_a_steps_input_is_plain_data(base: Base, fused: FusedBase) -> None:
@@ -193,3 +196,15 @@ def test_a_steps_input_is_plain_data(base: Base, fused: FusedBase) -> None:
     kv = KvCache.for_base(base, 2048, 16)
     sent = Broadcast(graphs(fused, kv, max_running=4))
     assert messages(Generator(base, shelf.store(), kv, sent, max_running=4, step_tokens=16), requests) == expected
+
+
+def test_a_text_with_penalties_is_sent_once(base: Base, fused: FusedBase) -> None:
+    """Then the device counts the tokens that it samples."""
+    params = SamplingParams(max_tokens=5, repetition_penalty=1.3, seed=1)
+    kv = KvCache.for_base(base, 2048, 16)
+    sent = Broadcast(graphs(fused, kv, max_running=4))
+    gen = Generator(base, Shelf().store(), kv, sent, max_running=4, step_tokens=128)
+    gen.add(request("a", prompt(100), params))
+    while gen.running:
+        gen.step()
+    assert sent.bytes[0] - max(sent.bytes[1:]) >= 2 * 100, sent.bytes  # neither to be computed nor to be counted
