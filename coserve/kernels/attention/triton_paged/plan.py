@@ -85,7 +85,8 @@ def _piece(spans: Ints, most: int, wave: int, step: int) -> int:
     longest = spans.max(keepdims=True)
     if longest[0] <= step:
         return step
-    pieces = _ceil(_ceil(longest, np.arange(1, min(max(PIECES, wave), most) + 1)), step) * step
+    cuts = np.arange(1, min(max(PIECES, wave), most) + 1)
+    pieces = np.unique(_ceil(_ceil(longest, cuts), step) * step)[::-1]  # many numbers of items have one size
     counts = np.maximum(_ceil(spans[None, :], pieces[:, None]), 1).sum(1)
     real = counts - int((spans == 0).sum())
     each = pieces + START
