@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from coserve.generate.kept_prefixes import KeptPrefixes
 from coserve.generate.line import number_of
-from coserve.generate.output_lengths import OutputLengths
+from coserve.generate.output_lengths import Growing, OutputLengths, fits
 from coserve.generate.plan import Scheduled
 from coserve.generate.snapshots import Snapshots
 from coserve.generate.sources import AdapterSource, PageSource
@@ -50,6 +50,9 @@ class ActiveRequests:
         self._outgrown: set[int] = set()
         """Numbers of the waiting requests that were expected to outgrow the pool together with the active ones. Cleared
         when a request of the batch ends."""
+        self._growing: list[Growing] | None = None
+        """The requests and what they are predicted to need, for all that may become active in one step; None: not
+        predicted since the step began, or since one has left."""
         self.lacks_pages = False
         """Whether the last request that could have become active found too few pages."""
         self._loaded = 0
@@ -81,7 +84,7 @@ class ActiveRequests:
 
     def begin_step(self) -> None:
         """Publish the computed pages, and allow the loading of adapters again."""
-        self._loaded = 0
+        self._loaded, self._growing = 0, None
         self._written.clear()
         self._readers.clear()
         self._kept.forget_unpinned()
@@ -98,9 +101,9 @@ class ActiveRequests:
         if request.keys is None or request.scores_prompt or item.tokens == 1 or self._states is not None:
             return
         full = (request.computed + item.tokens) // self._pages.page_tokens
-        for page, key in enumerate(request.keys.first(full, request.tokens)):
-            if page >= request.labelled:
-                self._written.setdefault(key, (request, page))
+        keys = request.keys.first(full, request.tokens)
+        for page in range(request.labelled, full):
+            self._written.setdefault(keys[page], (request, page))
 
     def keeps_states(self, scheduled: Iterable[Scheduled]) -> None:
         """Take pages for the snapshots of recurrent states that a step leaves, after all others."""
@@ -163,11 +166,14 @@ class ActiveRequests:
         if unwritten:
             self._readers.add(request.number)
         insort(self._requests, request, key=number_of)
+        if self._growing is not None:
+            self._growing.append(self._lengths.growing(request, others))
         return True
 
     def leave(self, request: Request) -> None:
         """Free what the request holds."""
         self._requests.remove(request)
+        self._growing = None
         self._label(request)
         self._kept.keep(request)
         if self._states is not None:
@@ -210,12 +216,15 @@ class ActiveRequests:
         if not self._requests and self._free_after(request, others) < 0:
             self._kept.forget_all()
         free = self._free_after(request, others)
-        lengths, size = self._lengths, self._pages.page_tokens
         later = free
         if self._states is not None:  # snapshots that are read are held until the next step
             later += len(set(restored).union(*(other.restored for other in self._requests)))
-        if free >= 0 and self._requests and not lengths.fit(self._requests, request, others, later, size):
-            self._outgrown.add(request.number)
+        if free >= 0 and self._requests:
+            if self._growing is None:
+                self._growing = self._lengths.all_growing(self._requests)
+            growing = [*self._growing, self._lengths.growing(request, others)]
+            if not fits(growing, later, self._pages.page_tokens):
+                self._outgrown.add(request.number)
         self.lacks_pages = free < 0 or request.number in self._outgrown
         if self.lacks_pages:
             if ref is not None:

@@ -87,21 +87,19 @@ class OutputLengths:
     def growth(self, request: Request) -> int:
         """Tokens that a request is predicted to compute beyond `Request.length`. The last sampled token is not
         computed."""
-        prompt = request.prompt_tokens
-        reached = max(request.length - prompt, request.sampling.min_tokens - 1)
+        prompt, length = request.prompt_tokens, request.length
+        reached = max(length - prompt, request.sampling.min_tokens - 1)
         output = self.expected(request.number, reached, request.max_tokens, stops=bool(request.stop_ids))
-        return max(0, prompt + output - 1 - request.length)
+        return max(0, prompt + output - 1 - length)
 
-    def fit(self, active: Sequence[Request], new: Request, own: int, free: int, page_tokens: int) -> bool:
-        """Whether `free` pages are expected to suffice for the active requests and a new one, which takes `own` further
-        pages now."""
+    def growing(self, request: Request, own_pages: int) -> Growing:
+        """Return a request that has, or would take, `own_pages` pages, and what it is predicted to need."""
+        return Growing(request.length, self.growth(request), own_pages, bool(request.stop_ids))
+
+    def all_growing(self, active: Sequence[Request]) -> list[Growing]:
+        """Return the active requests, and what each is predicted to need."""
         self.under_way([each.generated for each in active])
-        growing = [
-            Growing(each.length, self.growth(each), len(each.pages) - each.shared, bool(each.stop_ids))
-            for each in active
-        ]
-        growing.append(Growing(new.length, self.growth(new), own, bool(new.stop_ids)))
-        return fits(growing, free, page_tokens)
+        return [self.growing(each, len(each.pages) - each.shared) for each in active]
 
     def _curve(self) -> tuple[list[int], list[float]]:
         if self._lengths is None:
