@@ -85,12 +85,13 @@ PARAMS = {
 
 
 def test_uniform_is_uniform_over_tokens_and_seeds_alike() -> None:
-    for numbers in ([uniform(7, t) for t in range(2000)], [uniform(s, 3) for s in range(2000)]):
+    for numbers in (uniform([7] * 2000, range(2000)), uniform(range(2000), [3] * 2000)):
         bins = [sum(i / 20 <= u < (i + 1) / 20 for u in numbers) for i in range(20)]
         assert sum(bins) == 2000
         assert sum((b - 100) ** 2 / 100 for b in bins) < 60
-    assert uniform(1, 2) != uniform(2, 1)
-    assert uniform(-1, 0) == uniform(2**64 - 1, 0)
+    one, other = uniform([1, 2], [2, 1])
+    assert one != other
+    assert uniform([-1], [0]) == uniform([2**64 - 1], [0])
 
 
 def test_temperature_zero_is_greedy_and_takes_the_first_of_equals() -> None:
@@ -106,7 +107,7 @@ def test_the_token_is_at_the_uniform_number_among_kept_tokens_in_order(params: S
         values = (logits(1, 30, seed)[0] * (1 + seed % 3)).round()
         row = make_row(msgspec.structs.replace(params, seed=seed), (), tuple(range(seed % 4)))
         shares = distribution(values.tolist(), params)
-        chosen, number = one(values, row), uniform(seed, seed % 4)
+        chosen, number = one(values, row), uniform([seed], [seed % 4]).item()
         before = sum(shares[:chosen])
         assert before - 1e-6 <= number <= before + shares[chosen] + 1e-6
 
@@ -147,7 +148,7 @@ def test_penalties_against_the_reference(
     adjusted = penalised(values.tolist(), greedy)
     assert adjusted[one(values, greedy)] >= max(adjusted) - 1e-5
     sampled = make_row(SamplingParams(seed=seed, **settings_), prompt, output, banned)
-    cumulative, u = 0.0, uniform(seed, len(output))
+    cumulative, u = 0.0, uniform([seed], [len(output)]).item()
     chosen = one(values, sampled)
     shares = distribution(adjusted, sampled.params)
     cumulative = sum(shares[:chosen])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from msgspec import Struct
 from torch import Tensor
 
 from coserve.core.logprobs import TokenLogprob
@@ -13,8 +14,7 @@ from coserve.generate.sampling.transfer import fetch
 from coserve.kernels.sampling.constants import NONE_LEFT, NOT_FINITE
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Struct, frozen=True):
     token: int
     logprob: TokenLogprob | None
     """The token's log-probability and top tokens, if requested."""

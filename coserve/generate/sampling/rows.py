@@ -6,13 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from coserve.core.sampling import SamplingParams
 from coserve.generate.sampling.draws import OUTPUT_COUNT, PROMPT_COUNT
 from coserve.kernels.sampling.constants import GREEDY_BELOW
 
-_MASK = (1 << 64) - 1
+_MASK, _STEP = (1 << 64) - 1, np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))
 
 
 class SamplingRow(Struct, frozen=True, array_like=True):
@@ -52,10 +55,15 @@ def is_filtered(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1.0
 
 
-def parameters(params: SamplingParams, t: int) -> tuple[float, float, float, float, float]:
-    """Temperature, min-p, top-k (infinite for none), top-p, and the uniform number of token `t`."""
-    top_k = float(params.top_k) if params.top_k > 0 else math.inf
-    return params.temperature, params.min_p, top_k, params.top_p, uniform(params.seed, t)
+def parameters(rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
+    """(B, 5): temperature, min-p, top-k (infinite for none), top-p, and the uniform number of each row."""
+    found = np.empty((len(rows), 5))
+    found[:, :4] = [
+        (params.temperature, params.min_p, params.top_k if params.top_k > 0 else math.inf, params.top_p)
+        for params in (row.params for row in rows)
+    ]
+    found[:, 4] = uniform([row.params.seed for row in rows], [row.t for row in rows])
+    return found
 
 
 def token_counts(row: SamplingRow) -> dict[int, int]:
@@ -67,14 +75,17 @@ def token_counts(row: SamplingRow) -> dict[int, int]:
     return counts
 
 
-def uniform(seed: int, t: int) -> float:
-    """A uniform number in [0, 1) for token `t` of a request: splitmix64 (Steele et al., OOPSLA '14) keyed by the
-    seed."""
-    return (_mix(_mix(seed & _MASK) + (t + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 11) * 2.0**-53
+def uniform(seeds: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:
+    """(B): a uniform number in [0, 1) for token `tokens[i]` of a request with `seeds[i]`: splitmix64 (Steele et al.,
+    OOPSLA '14) keyed by the seed."""
+    keys = _mix(np.array([seed & _MASK for seed in seeds], np.uint64))
+    mixed = _mix(keys + (np.array(tokens, np.uint64) + np.uint64(1)) * _STEP)
+    return (mixed >> np.uint64(11)) * np.float64(2.0**-53)
 
 
-def _mix(z: int) -> int:
-    z = (z + 0x9E3779B97F4A7C15) & _MASK
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
-    return z ^ (z >> 31)
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Sums and products are modulo 2**64."""
+    z = z + _STEP
+    for shift, factor in _ROUNDS:
+        z = (z ^ (z >> shift)) * factor
+    return z ^ (z >> np.uint64(31))

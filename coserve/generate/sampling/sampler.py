@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,12 +138,12 @@ def _send(
     biased, at_banned, at_penalised, slots, at_asked = send_ids(
         device, tuple(bias), banned, penalised, tuple(counts.slots), asked
     )
-    values = [value for row in rows for value in parameters(row.params, row.t)]
-    values += bias.values()
+    values = [*bias.values()]
     for params in (rows[i].params for i in penalised):
         values += (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     sizes = [5 * len(rows), len(bias), 3 * len(penalised)]
-    columns, biases, penalties = torch.split(send(torch.tensor(values, dtype=torch.float64), device), sizes)
+    host = torch.from_numpy(np.concatenate((parameters(rows).ravel(), values)))
+    columns, biases, penalties = torch.split(send(host, device), sizes)
     return _Sent(
         columns=columns.view(-1, 5),
         biased=biased,

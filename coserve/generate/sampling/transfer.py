@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ def send(host: Tensor, device: torch.device) -> Tensor:
 
 def send_ids(device: torch.device, *columns: Sequence[int]) -> list[Tensor]:
     """Send int64 columns in one copy."""
-    flat = torch.tensor([value for column in columns for value in column], dtype=torch.int64)
-    return list(torch.split(send(flat, device), [len(column) for column in columns]))
+    flat = np.fromiter(chain.from_iterable(columns), np.int64)  # a third of the time of `torch.tensor`
+    return list(torch.split(send(torch.from_numpy(flat), device), [len(column) for column in columns]))
 
 
 def fetch(tensor: Tensor) -> Tensor:
