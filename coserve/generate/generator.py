@@ -111,7 +111,8 @@ class Generator:
         self._failed: list[RequestFailed] = []
         """Requests that failed outside of a collected step and are not reported yet."""
         self._numbered: dict[int, Request] = {}
-        """Requests in the batch by number; an id may be reused while a step of its first request is in flight."""
+        """Requests of the batch that have started, by number; an id may be reused while a step of its first request is
+        in flight."""
 
     @property
     def running(self) -> int:
@@ -197,6 +198,7 @@ class Generator:
         started = [item.request for item in scheduled if not item.request.started]
         for request in started:
             request.started = True
+            self._numbered[request.number] = request
         launched = self._launch(scheduled) if scheduled else []
         messages = self._collect_flight()
         messages.extend(self._choose(launched))
@@ -255,7 +257,6 @@ class Generator:
             shape = step_shape(parts, self._store.size, alone=not self._in_flight)
             found.append(_Launched(own, parts, samples, shape))
         for item in scheduled:
-            self._numbered[item.request.number] = item.request
             item.request.computed += item.tokens
             item.request.in_flight += item.request.number in samples
         self.scheduler.changed()
@@ -405,7 +406,7 @@ class Generator:
         if finished is not None:
             self._end(request)
         whole = finished is FinishReason.STOP and choice.token not in request.stop_ids
-        logprobs = PackedLogprobs.of(() if choice.logprob is None else (choice.logprob,))
+        logprobs = PackedLogprobs() if choice.logprob is None else PackedLogprobs.of((choice.logprob,))
         return Tokens(id=request.id, tokens=(choice.token,), logprobs=logprobs, finished=finished, ends_in_text=whole)
 
     def _end(self, request: Request) -> None:

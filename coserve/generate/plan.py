@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from coserve.core.link.generation import RequestFailed, Tokens
 from coserve.core.types import AdapterRef
 from coserve.queues.deadlines import Deadlines
@@ -19,8 +21,7 @@ LONGEST = 4096
 """Most steps until a lowered budget is doubled again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(Struct, frozen=True):
     """The next `tokens` tokens of a request, computed in one step."""
 
     request: Request

@@ -77,6 +77,8 @@ class Request:
     """Prompt, then the output tokens copied to the host. Before them, the placeholders of a KV prefix's tokens."""
     prefix: int = 0
     """Tokens of its adapter's KV prefix. Set on entry into the batch."""
+    prompt_tokens: int = field(init=False)
+    """Tokens before the first generated one, a KV prefix's included."""
     has_lora: bool = True
     """Whether its adapter has matrices, besides a KV prefix. Set on entry into the batch."""
     in_flight: int = 0
@@ -129,6 +131,7 @@ class Request:
     def __post_init__(self) -> None:
         slo = self.message.slo
         self.max_tokens, self.tokens = self.message.sampling.max_tokens, list(self.message.prompt)
+        self.prompt_tokens = len(self.tokens)
         self.deadline = self.due = self.arrived + slo.ttft
         self.window, self.end = slo.ttft, math.inf if slo.e2e is None else self.arrived + slo.e2e
 
@@ -164,12 +167,8 @@ class Request:
     def precede(self, prefix: int) -> None:
         """Put the tokens of a KV prefix in front of the prompt."""
         self.prefix, self.tokens = prefix, [PLACEHOLDER] * prefix + self.tokens
+        self.prompt_tokens += prefix
         self.scored += prefix
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens before the first generated one, a KV prefix's included."""
-        return self.prefix + len(self.message.prompt)
 
     @property
     def output(self) -> Sequence[int]:

@@ -7,10 +7,9 @@ what runs next.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import AdapterDigests, AdapterRef
@@ -235,4 +234,4 @@ class PageTables:
 
 
 def _with_pages(own: SequenceInput, pages: tuple[int, ...]) -> SequenceInput:
-    return msgspec.structs.replace(own, run=replace(own.run, pages=pages))
+    return replace(own, run=replace(own.run, pages=pages))

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -134,8 +135,7 @@ class PagedStep(Attention, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TokenRun:
+class TokenRun(Struct, frozen=True, array_like=True):
     """The new tokens of one sequence in a packed batch. Runs are packed from row 0 on without gaps."""
 
     tokens: int
@@ -183,13 +183,26 @@ class MixedCapacity:
     context: int
     """Longest context in tokens, the new ones included."""
 
-    def holds(self, runs: Sequence[TokenRun]) -> bool:
-        return (
-            len(runs) <= self.sequences
-            and sum(run.tokens for run in runs) <= self.tokens
-            and sum(run.tokens > 1 for run in runs) <= self.chunks
-            and all(run.position + run.tokens <= self.context for run in runs)
+    @classmethod
+    def of(cls, runs: Sequence[TokenRun]) -> MixedCapacity:
+        """Return the least capacity that holds a step."""
+        return cls(
+            tokens=sum([run.tokens for run in runs]),
+            sequences=len(runs),
+            chunks=sum([run.tokens > 1 for run in runs]),
+            context=max([run.position + run.tokens for run in runs], default=0),
         )
+
+    def covers(self, other: MixedCapacity) -> bool:
+        return (
+            self.tokens >= other.tokens
+            and self.sequences >= other.sequences
+            and self.chunks >= other.chunks
+            and self.context >= other.context
+        )
+
+    def holds(self, runs: Sequence[TokenRun]) -> bool:
+        return self.covers(MixedCapacity.of(runs))
 
 
 class MixedAttention(Attention, Protocol):

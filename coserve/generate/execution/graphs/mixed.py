@@ -123,7 +123,8 @@ class MixedGraphs(GraphSet[MixedCapacity, MixedGraph]):
     def holding(self, runs: Sequence[TokenRun], footprint: LoraFootprint) -> MixedGraph | None:
         """Return the graph for the step, at most one size larger than needed because padding costs time; None: run the
         step without a graph."""
-        fit = [capacity for capacity in self._sizes if capacity.holds(runs)][:2]
+        needed = MixedCapacity.of(runs)
+        fit = [capacity for capacity in self._sizes if capacity.covers(needed)][:2]
         found = self._covering(fit, footprint)
         if found is None and fit and self._capture_after is not None:
             self._missed[fit[0], footprint] += 1
