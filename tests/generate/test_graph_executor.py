@@ -12,14 +12,19 @@ from torch import Tensor
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, FinishReason
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.graph_executor import Capture
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
+from coserve.generate.execution.token_slots import TOKEN_SLOTS
 from coserve.generate.generator import Generator
+from coserve.generate.grammars import Grammars
+from coserve.generate.sampling.masks import Masks
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
+from coserve.queues.request import Request
 from tests.support.executors import graphs
 from tests.support.generation import GREEDY, adapter, answers, collect, make_generator, prompt, request
 from tests.support.lengths import OneMoreToken
@@ -208,3 +213,25 @@ def test_a_text_with_penalties_is_sent_once(base: Base, fused: FusedBase) -> Non
     while gen.running:
         gen.step()
     assert sent.bytes[0] - max(sent.bytes[1:]) >= 2 * 100, sent.bytes  # neither to be computed nor to be counted
+
+
+def no_tokenizer() -> Tokenizer:
+    raise AssertionError("no request has a grammar")
+
+
+class NoMasks(Grammars):
+    def masks(self, requests: Sequence[Request]) -> Masks:
+        raise RuntimeError("no masks")
+
+
+def test_steps_whose_masks_fail_keep_no_token_slots(base: Base, fused: FusedBase) -> None:
+    """Otherwise a later step would find none."""
+    size = 256
+    kv, grammars = KvCache.for_base(base, 16 * size, 16), NoMasks(no_tokenizer, VOCAB)
+    executor = graphs(fused, kv, max_running=size)
+    gen = Generator(base, Shelf().store(), kv, executor, max_running=size, step_tokens=size, grammars=grammars)
+    for step in range(TOKEN_SLOTS // size):
+        for i in range(size):
+            gen.add(msgspec.structs.replace(request(f"{step}.{i}", (3,)), allowed_token_ids=(5,)))
+        assert len(gen.step()) == size
+    assert collect(gen, [request("last", (3,))]) == collect(generator(fused, None, ahead=True), [request("last", (3,))])

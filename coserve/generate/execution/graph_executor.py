@@ -171,7 +171,7 @@ class GraphExecutor:
         self._unchosen: Callable[[Masks], None] | None = None
         """Chooses the tokens of the launched step once its masks are given; None: the tokens are chosen."""
         self._ended: list[int] = []
-        """Sequences that ended while the tokens of the launched step are not chosen; forgotten afterwards."""
+        """Sequences that have ended since the last launch: the launched step may still sample for them."""
 
     @property
     def decode_graphs(self) -> tuple[tuple[int, LoraFootprint], ...]:
@@ -237,6 +237,10 @@ class GraphExecutor:
         return found or next((capture for capture in covered if capture is not None), None)
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
+        for sequence in self._ended:
+            self._sampler.forget(sequence)
+            self._token_slots.free(sequence)
+        self._ended.clear()
         own = [sequence for sequence in step.sequences if not sequence.needs_prompt_logits]
         launched: list[StepInFlight] = [self._launch(StepInput(step.adapters, own), adapters)] if own else []
         if len(own) < len(step.sequences):
@@ -259,17 +263,10 @@ class GraphExecutor:
         unchosen, self._unchosen = self._unchosen, None
         if unchosen is not None:
             unchosen(masks)
-            ended, self._ended = self._ended, []
-            for sequence in ended:
-                self.forget(sequence)
             self._capture_a_piece()
 
     def forget(self, sequence: int) -> None:
-        if self._unchosen is not None:  # it ended with the step before: its row is still to be chosen
-            self._ended.append(sequence)
-            return
-        self._sampler.forget(sequence)
-        self._token_slots.free(sequence)
+        self._ended.append(sequence)
 
     def evicted(self, adapter: AdapterRef) -> None:
         self._adapter_slots.free(adapter)
