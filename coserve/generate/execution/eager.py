@@ -18,6 +18,7 @@ from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import is_likeliest
 from coserve.generate.sampling.sampler import choose
 from coserve.generate.sampling.scoring import prompt_logprobs
+from coserve.generate.sampling.transfer import send_ids
 from coserve.kernels.attention.expanded import StepTerms
 from coserve.kernels.lora.experts.interface import RemoteExperts, none_lost
 from coserve.kernels.lora.interface import LoraBackend
@@ -95,15 +96,16 @@ class EagerExecutor(StepExecutor):
                 scored.extend(first + own.scoring.first_row + row for row in range(len(own.scoring.targets)))
             if own.sampling is not None:
                 sampled.append(len(tokens) - 1)
-        device, lora = self._base.device, self._lora(packed, adapters)
+        lora = self._lora(packed, adapters)
+        tokens_T, positions_T, keep_R = send_ids(self._base.device, tokens, positions, sampled + scored)
         terms = None if lora is None else StepTerms(lora.segments, partial(self._base.sites.terms, lora))
         with snapshots(self._kv, packed.sequences):
             return self._base.forward(
-                torch.tensor(tokens, device=device),
-                torch.tensor(positions, device=device),
+                tokens_T,
+                positions_T,
                 self._kv.attention([own.run for own in packed.sequences], terms),
                 lora=lora,
-                keep=torch.tensor(sampled + scored, dtype=torch.long, device=device),
+                keep=keep_R,
                 gather=gather,
             )
 

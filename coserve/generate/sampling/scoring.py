@@ -7,12 +7,14 @@ with a vocabulary of 128k would take gigabytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
 from coserve.core.logprobs import TokenLogprob
+from coserve.generate.sampling.transfer import send_ids
 
 CHUNK = 64
 """Rows of logits that are normalised at once."""
@@ -32,27 +34,30 @@ class PromptScoring(Struct, frozen=True, array_like=True):
 def prompt_logprobs(
     logits_KV: Tensor, scorings: Sequence[PromptScoring], chunk: int = CHUNK
 ) -> list[tuple[TokenLogprob, ...] | None]:
-    """Return the entries of each scoring, whose rows of logits are consecutive; None where logits are not finite."""
-    found: list[tuple[TokenLogprob, ...] | None] = []
-    at = 0
-    for scoring in scorings:
-        top = min(scoring.top, logits_KV.shape[1])
-        entries: list[TokenLogprob] = []
-        for start in range(0, len(scoring.targets), chunk):
-            targets = scoring.targets[start : start + chunk]
-            entries += _entries(logits_KV[at + start : at + start + len(targets)], targets, top)
-        at += len(scoring.targets)
-        found.append(None if any(entry.logprob != entry.logprob for entry in entries) else tuple(entries))
-    return found
-
-
-def _entries(logits_CV: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprob]:
-    logprobs = logits_CV.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(targets, device=logprobs.device)[:, None])[:, 0].tolist()
-    if not top:
-        return [TokenLogprob(value) for value in chosen]
-    values, ids = (part.tolist() for part in logprobs.topk(top, dim=-1))
-    return [
-        TokenLogprob(value, tuple(zip(*pair, strict=True)))
-        for value, pair in zip(chosen, zip(ids, values, strict=True), strict=True)
+    """Return the entries of each scoring, whose rows of logits are consecutive; None where logits are not finite. Waits
+    for the device once all are launched."""
+    ends = [*accumulate((len(scoring.targets) for scoring in scorings), initial=0)]
+    launched = [
+        _launched(logits_KV[start:end], scoring, chunk)
+        for scoring, start, end in zip(scorings, ends, ends[1:], strict=False)
     ]
+    return [_entries(*own) for own in launched]
+
+
+def _launched(logits_KV: Tensor, scoring: PromptScoring, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities (K, 1 + n), each target's and then the n top tokens', and the top tokens' ids (K, n)."""
+    top = min(scoring.top, logits_KV.shape[1])
+    (targets_K,) = send_ids(logits_KV.device, scoring.targets)
+    values, ids = list[Tensor](), list[Tensor]()
+    for logits_CV, targets_C in zip(torch.split(logits_KV, chunk), torch.split(targets_K, chunk), strict=True):
+        logprobs = logits_CV.float().log_softmax(-1)
+        best = logprobs.topk(top, dim=-1)
+        values.append(torch.cat([logprobs.gather(1, targets_C[:, None]), best.values], 1))
+        ids.append(best.indices)
+    return torch.cat(values), torch.cat(ids)
+
+
+def _entries(values_KN: Tensor, ids_KN: Tensor) -> tuple[TokenLogprob, ...] | None:
+    rows = zip(values_KN.tolist(), ids_KN.tolist(), strict=True)
+    entries = tuple([TokenLogprob(own, tuple(zip(ids, top, strict=True))) for (own, *top), ids in rows])
+    return None if any(entry.logprob != entry.logprob for entry in entries) else entries
