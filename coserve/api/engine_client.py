@@ -111,9 +111,14 @@ class EngineClient:
         return "" if self.ready is None else self.ready.spec.name
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens of the KV cache. Raises as `spec`."""
+        return self._last_ready.kv_tokens
+
+    @property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence that fits the base's context and the KV pool. Raises as `spec`."""
-        return min(self.spec.context, self._last_ready.kv_tokens)
+        return min(self.spec.context, self.kv_tokens)
 
     def send(self, message: ToEngine) -> None:
         """Send a message. Raises `EngineUnavailable` if there is no engine."""

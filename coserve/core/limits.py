@@ -36,6 +36,8 @@ MAX_TRAINED: Final = 1 << 17
 """Maximum tokens per embedding or head whose rows an adapter trains."""
 MAX_BLOCKS: Final = 64
 """Maximum diagonal blocks of a new BD-LoRA adapter. Imported adapters keep the number in their files."""
+PINNED_SHARE: Final = 0.5
+"""Share of the KV cache that the KV prefixes of pinned adapters may hold between requests."""
 PAGE_LIMIT: Final = 100
 """Maximum entries per page of a list."""
 PAGE_SIZE: Final = 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from coserve.core.limits import PINNED_SHARE
 from coserve.core.types import AdapterRef
 from coserve.generate.sources import AdapterSource, PageSource
 from coserve.queues.request import Request
@@ -11,7 +12,9 @@ from coserve.queues.request import Request
 
 class KeptPrefixes:
     """Holds a reference to the full pages of pinned adapters' KV prefixes, so that the prefix cache keeps them while no
-    request of the adapter runs. An adapter's pages are those of its first request since it was pinned."""
+    request of the adapter runs. An adapter's pages are those of its first request since it was pinned. Together they
+    are at most `PINNED_SHARE` of the pool: others, such as those that were pinned when the pool was larger, are
+    as if not pinned."""
 
     def __init__(self, pages: PageSource, adapters: AdapterSource) -> None:
         self._pages, self._adapters = pages, adapters
@@ -26,7 +29,8 @@ class KeptPrefixes:
         ref, full = request.adapter, request.prefix // self._pages.page_tokens
         if ref is None or not full or ref in self._held or request.keys is None or request.labelled < full:
             return
-        if self._adapters.pinned(ref):
+        kept = self._pages.page_tokens * sum(map(len, [*self._held.values(), request.pages[:full]]))
+        if self._adapters.pinned(ref) and kept <= PINNED_SHARE * self._pages.tokens:
             self._held[ref] = request.pages[:full]
             self._pages.hold(self._held[ref])
 

@@ -257,6 +257,26 @@ async def test_tags_are_set_and_listed_and_a_time_to_live_ends(api: Api, tmp_pat
             await client.update_adapter("poet@1", ttl=1)
 
 
+async def test_pinned_cartridges_leave_half_of_the_kv_cache_to_requests(api: Api) -> None:
+    """The engine of these tests has 1024 tokens. A pin that is refused changes nothing, one that is there may be set
+    again, and what has no prefix may always be pinned."""
+    for name, tokens in (("atlas", 300), ("bible", 212), ("code", 1), ("poet", 0)):
+        add_adapter(api, name, prefix_tokens=tokens)
+    add_adapter(api, "foreign", fingerprint="other", prefix_tokens=900)
+    async with AsyncClient(api.url) as client:
+        for name in ("atlas", "bible", "atlas", "poet"):
+            assert (await client.update_adapter(name, pinned=True)).pinned
+        error = "expected pinned cartridges of at most 512 tokens in all, .* got 1 beside 512: unpin others"
+        with pytest.raises(InvalidRequest, match=error):
+            await client.update_adapter("code", pinned=True, tags=["new"])
+        assert [(each.id, each.tags) for each in (await client.adapters()).data if not each.pinned] == [
+            ("code", ()),
+            ("foreign", ()),
+        ]
+        await client.update_adapter("bible", pinned=False)
+        assert (await client.update_adapter("code", pinned=True)).pinned
+
+
 async def test_a_new_engine_reads_what_requests_used_most(api: Api) -> None:
     for name in ("bard", "clerk", "poet"):
         add_adapter(api, name)

@@ -113,6 +113,33 @@ def test_the_pages_of_a_pinned_cartridge_stay(tmp_path: Path) -> None:
     assert (cached(1), gen.pages_used) == (0, 0)
 
 
+def test_pinned_cartridges_keep_no_more_than_half_of_the_pool(tmp_path: Path) -> None:
+    """Others are served as if they were not pinned."""
+    base, full, third = base_of("llama"), TOKENS // 4, AdapterRef("third", 1)
+    adapters = {}
+    for seed, ref in enumerate((CARTRIDGE, OTHER, third)):
+        save_cartridge(tmp_path / ref.id, "llama", seed=seed)
+        adapters[ref] = read(tmp_path / ref.id, base)
+    shelf = Shelf(adapters)
+    gen = make(base, shelf, tokens=4 * (4 * full + 1))  # half of it: two prefixes
+    (store,) = shelf.stores
+
+    def serve(ref: AdapterRef) -> int:
+        """Serve a request; return how many pages are in use then."""
+        gen.add(request("one", text(1), ref))
+        while gen.running:
+            assert not any(isinstance(message, RequestFailed) for message in gen.step())
+        return gen.pages_used
+
+    for ref in adapters:
+        assert serve(ref) == 0
+    for ref in adapters:
+        store.pin(ref, pinned=True)
+    assert [serve(ref) for ref in (*adapters, *adapters)] == [full, *[2 * full] * 5]
+    store.pin(OTHER, pinned=False)
+    assert serve(third) == 2 * full, "in the place of the one that is pinned no longer"
+
+
 def test_the_pages_of_a_pinned_cartridge_move_out_of_an_adapters_way(tmp_path: Path) -> None:
     """The matrices of an adapter need a run of pages. What the cartridge's requests get stays the same."""
     base, full = base_of("llama"), TOKENS // 4

@@ -277,7 +277,7 @@ async def serve_api(
                 await registry.close()
 
 
-def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "") -> None:
+def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "", prefix_tokens: int = 0) -> None:
     record = make_adapter(
         name,
         version,
@@ -287,6 +287,7 @@ def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "")
         base_name=api.base.name,
         created_at=1000.0 + version,
         bytes=1,
+        prefix_tokens=prefix_tokens,
     )
     with closing(Registry(api.folder.database)) as registry:
         import_adapter(registry, record)

@@ -21,7 +21,7 @@ class BarePages:
     state_pages = 0
 
     def __init__(self, pages: int, page_tokens: int) -> None:
-        self.pool, self.page_tokens = PagePool(pages), page_tokens
+        self.pool, self.page_tokens, self.tokens = PagePool(pages), page_tokens, pages * page_tokens
 
     @property
     def free_pages(self) -> int:

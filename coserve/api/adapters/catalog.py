@@ -26,6 +26,7 @@ from coserve.api.http.parsing import local_path
 from coserve.api.node import Node
 from coserve.core.cancellation import Commits, keep_task, uncancelled
 from coserve.core.errors import AdapterNotFound, BaseMismatch, InvalidRequest, NameTaken, StorageError, UnsafeAdapter
+from coserve.core.limits import PINNED_SHARE
 from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas.adapters import Adapter, AdapterList, AdapterUpdate, DeletedAdapter, ImportRequest
@@ -249,7 +250,8 @@ class AdapterCatalog:
 
     async def update(self, name: str, version: int | None, request: AdapterUpdate) -> Adapter:
         """Change tags and the time to live of a name, and whether a version is pinned. Raises `AdapterNotFound`,
-        `InvalidRequest` for tags or a time to live of one version, and `BaseMismatch` for a pin."""
+        `InvalidRequest` for tags or a time to live of one version, and for a pin `BaseMismatch`, or `InvalidRequest` if
+        pinned cartridges would leave requests too little of the KV cache."""
         if version is not None and (request.tags is not None or request.ttl is not None):
             of_one = "ttl" if request.tags is None else "tags"
             raise InvalidRequest(f"expected {name!r}, all of its versions, got {name}@{version}", field=of_one)
@@ -261,6 +263,8 @@ class AdapterCatalog:
                 raise BaseMismatch(
                     f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="pinned"
                 )
+            if request.pinned and record.prefix:
+                _check_pin(registry, record, int(PINNED_SHARE * self._engine.kv_tokens))
             tags = labels.tags if request.tags is None else tuple(dict.fromkeys(request.tags))
             expires_at = labels.expires_at if request.ttl is None else now + request.ttl if request.ttl else None
             if (changed := Labels(tags=tags, expires_at=expires_at)) != labels:
@@ -397,3 +401,15 @@ def refuse_base_name(name: str, base: BaseSpec, *, field: str) -> None:
     """Raise `InvalidRequest` for an adapter with the base's name."""
     if name.casefold() == base.name.casefold():
         raise InvalidRequest(f"{name!r} is the name of the base: choose another one for the adapter", field=field)
+
+
+def _check_pin(registry: Registry, record: AdapterRecord, most: int) -> None:
+    """Raise `InvalidRequest` if the KV prefixes of pinned adapters would have more than `most` tokens with this one."""
+    found = (registry.adapter(ref.id, ref.version) for ref in registry.pins() if ref != record.ref)
+    pinned = sum(other.prefix for other in found if other.base_fingerprint == record.base_fingerprint)
+    if pinned + record.prefix > most:
+        raise InvalidRequest(
+            f"expected pinned cartridges of at most {most} tokens in all, half of the KV cache, "
+            f"got {record.prefix} beside {pinned}: unpin others, or raise --kv-tokens or --memory-fraction",
+            field="pinned",
+        )
