@@ -14,6 +14,7 @@ ALL_JOBS ?= 3
 BIN := .venv/bin
 STAMP := .venv/.installed
 HARNESS := .venv/.installed-harness
+OLDER := .venv/.installed-older
 DOCS := .venv/.installed-docs
 COMPILED := .venv/.compiled
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal
@@ -52,15 +53,22 @@ $(STAMP): pyproject.toml constraints.txt tests/clients.txt
 	@touch $@
 
 $(HARNESS): $(STAMP) tests/harness.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r tests/harness.txt
-	@# Older clients of OpenAI's and of Tinker's API, beside those that most tests use.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/openai1 'openai<2'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/tinker025 'tinker==0.25.*'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -c constraints.txt -r tests/harness.txt
 	@touch $@
 
-check: venv
+# Older clients of OpenAI's and of Tinker's API, beside those that most tests use.
+$(OLDER): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target .venv/openai1 'openai<2'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target .venv/tinker025 'tinker==0.25.*'
+	@touch $@
+
+check: lint types
+
+lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: venv
 	$(BIN)/mypy
 
 # Compiles the tests and what they import once, before each worker would; mypy, of one process, leaves a core for it.
@@ -68,17 +76,24 @@ $(COMPILED): $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q --collect-only >/dev/null || true
 	@touch $@
 
-.PHONY: check-and-compile
+.PHONY: lint types check-and-compile install-and-compile prepare-all
 check-and-compile: venv
 	@$(MAKE) --no-print-directory -j 2 check $(COMPILED)
+
+install-and-compile: $(HARNESS)
+	@$(MAKE) --no-print-directory $(COMPILED)
+
+# mypy works while what only these tests use is installed and compiled.
+prepare-all: lint
+	@$(MAKE) --no-print-directory -j 3 types $(OLDER) install-and-compile
 
 test: check-and-compile
 	$(PYTEST) -m "not gpu and not slow" --hypothesis-profile fast
 
-test-all: check-and-compile $(HARNESS)
+test-all: prepare-all
 	$(PYTEST) -n $(ALL_JOBS) -m "not gpu and not long"
 
-test-long: check-and-compile $(HARNESS)
+test-long: prepare-all
 	$(PYTEST) -m "not gpu" --hypothesis-profile long
 
 reference: venv
