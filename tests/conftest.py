@@ -23,7 +23,7 @@ gc.disable()
 # A shell starts what runs behind an & deaf to Ctrl-C, and so the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# As in the engine's process (`engine.parts`): a row of a product has the same bits whatever the other rows are.
+# As in the engine's process (`engine.threads`): a row of a product has the same bits whatever the other rows are.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # Which cases of those that take turns are run by `make test-all`: the same in every worker.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import inf
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -21,7 +18,7 @@ from coserve.admission.recompute_plan import host_bytes
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, UnsupportedBase
 from coserve.core.gpu_memory import MemoryModel
-from coserve.core.processes import free_memory, same_bits_in_any_batch, usable_cores, usable_memory
+from coserve.core.processes import free_memory, usable_memory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.job_memory import DeviceMemory, Fixed
 from coserve.engine.lora_server.start import make_servers
@@ -35,7 +32,6 @@ from coserve.finetune.memory_profiling import keep_graph_bytes, plan_memory
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.generate.execution.graph_sizes import padded_step
 from coserve.generate.execution.start import ExecutorStart, make_start
-from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.device import use_device
 from coserve.kernels.gpu.graph_memory import GraphMemory
@@ -62,55 +58,10 @@ log = logging.getLogger(__name__)
 
 AnySessions = TypeVar("AnySessions")
 
-EXACT_THREADS = 2
-"""Most CPU threads with which torch's kernels give a row the same bits in every batch."""
-PROBES = 3
-"""Forwards timed for each number of threads in `choose_threads`."""
-SMALL_STEP = 0.03
-"""Seconds of a forward of one token. Once it is faster, `choose_threads` tries no further number of threads."""
 ADAPTER_SHARE = 0.25
 """Fraction of the host memory free at the start that idle adapters may take."""
 JOBS_SHARE = 0.5
 """Fraction of the daemon's usable host memory for the state of jobs, which on a GPU is pinned: never swapped."""
-SWITCH_INTERVAL = 2e-5
-"""Seconds after which a thread releases the GIL to another. A step releases and reacquires it with every operation:
-with Python's default of 5 ms, next to a thread that compiles or reads an adapter, it would wait that long a thousand
-times."""
-
-
-def set_up_threads(config: Config) -> None:
-    """Set this process's thread count and switch interval; ranks share the cores. Call it before anything is
-    computed."""
-    same_bits_in_any_batch()
-    torch.set_num_threads(config.threads or max(1, default_threads() // config.tp))
-    sys.setswitchinterval(SWITCH_INTERVAL)
-
-
-@torch.no_grad()
-def choose_threads(base: Base, config: Config) -> None:
-    """On a CPU, set the thread count that decodes one token fastest, by a few forwards.
-
-    The default stays if the settings name a count, if ranks share the cores, and for bases so small that it hardly
-    matters: the last bits of sums may depend on the count.
-    """
-    if base.device.type != "cpu" or config.threads or config.tp > 1:
-        return
-    token_1, most = torch.zeros(1, dtype=torch.int64), min(EXACT_THREADS, usable_cores())
-    forward = partial(base.forward, token_1, token_1, PackedAttention((0, 1)), lora=None, keep=None)
-    seconds = dict.fromkeys((default_threads(), *range(1, most + 1)), inf)
-    for threads in PROBES * tuple(seconds):
-        torch.set_num_threads(threads)
-        began = time.perf_counter()
-        forward()
-        seconds[threads] = min(seconds[threads], time.perf_counter() - began)
-        if seconds[threads] < SMALL_STEP:
-            break
-    torch.set_num_threads(min(seconds, key=seconds.__getitem__))
-
-
-def default_threads() -> int:
-    """All cores but one, at most two: with more, torch's CPU kernels round a row differently in different batches."""
-    return min(EXACT_THREADS, max(1, usable_cores() - 1))
 
 
 @dataclass(frozen=True)

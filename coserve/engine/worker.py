@@ -26,7 +26,7 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.engine import Engine
 from coserve.engine.job_runner import JobPlaces
 from coserve.engine.lora_server.start import ServersCopies, load_on_servers
-from coserve.engine.parts import EXACT_THREADS, EngineParts, choose_threads, set_up_threads
+from coserve.engine.parts import EngineParts
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
 from coserve.engine.ranks.executor import FollowersCopies, FollowersMemory, RankedExecutor, load_on_all
 from coserve.engine.ranks.followers import Answers, Followers
@@ -36,6 +36,7 @@ from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.starting import EndedAtStart, StartProgress, follow, until_shutdown
+from coserve.engine.threads import EXACT_THREADS, choose_threads, set_up_threads
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
 from coserve.engine.warmup.launch import StartedWarmUp

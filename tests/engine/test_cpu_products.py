@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import torch
 from coserve.config import Config
-from coserve.engine.parts import set_up_threads
+from coserve.engine.threads import set_up_threads
 
 set_up_threads(Config())
 g = torch.Generator().manual_seed(0)

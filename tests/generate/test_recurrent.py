@@ -14,7 +14,7 @@ from coserve.config import Config
 from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef
-from coserve.engine.parts import choose_threads
+from coserve.engine.threads import choose_threads
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache

@@ -21,11 +21,12 @@ from coserve.core.link.link import PeerLost
 from coserve.core.logs import log_event, set_up_logging
 from coserve.core.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.parts import EngineParts, set_up_threads
+from coserve.engine.parts import EngineParts
 from coserve.engine.ranks.commands import Answer, AnyCommand, command_decoder
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.progress import Monitor, OwnRank
+from coserve.engine.threads import set_up_threads
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
 from coserve.engine.warmup.parts import WarmUpTask
