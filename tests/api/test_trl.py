@@ -12,6 +12,7 @@ import asyncio
 import queue
 import threading
 import time
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coserve
 from tests.support.real_server import serve_real
 
-pytest.importorskip("trl")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL, which takes a second to import"),
+]
 
 TINY = Path(coserve.__file__).parent / "assets" / "tiny"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")

@@ -67,9 +67,10 @@ def test_connections_that_come_at_once_find_room(model: Path, tmp_path: Path) ->
     count = 600
     if int(Path("/proc/sys/net/core/somaxconn").read_text()) < count:
         pytest.skip("the system keeps fewer")
-    with DaemonProcess(model, tmp_path / "data", options=JSON_LOG) as daemon, ExitStack() as stack:
-        daemon.wait_ready()
-        port = int(daemon.logged("daemon starts")["port"])
+    starts = "engine.start=delay:200s"
+    with DaemonProcess(model, tmp_path / "data", options=JSON_LOG, failpoints=starts) as daemon, ExitStack() as stack:
+        port = wait_for(daemon)
+        assert daemon.call("GET", "/health")[0] == 503
         os.kill(daemon.process.pid, signal.SIGSTOP)
         try:
             poll, pending = select.poll(), set[int]()
