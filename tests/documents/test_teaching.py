@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from coserve.api.documents.asking import AT_ONCE, Asked
@@ -85,6 +86,29 @@ async def test_a_large_document_makes_few_requests_at_a_time(tmp_path: Path) -> 
     _, lessons = await teaching.run()
     assert len(lessons.taught) == 192
     assert asker.most == AT_ONCE
+
+
+class Repeating(Remembering):
+    """Asks questions in words of the text, the last of them again and again."""
+
+    async def ask(self, request: GenerateRequest, snapshot: AdapterRef | None = None) -> Asked:
+        found = await super().ask(request, snapshot)
+        return replace(found, text=f"Was the bridge or river made in {min(len(self.asked), 75)}?")
+
+
+async def test_progress_is_shown_by_share_and_not_for_each_attempt(tmp_path: Path) -> None:
+    """Rounds of a few attempts follow the first one, for the questions that it gave twice."""
+
+    async def show(job: DocumentJob, message: str) -> None:
+        shown.append((job.phase, job.done, job.generated_tokens))
+
+    shown = list[tuple[str, int, int]]()
+    job, asker = DocumentJob(settings=DocumentSettings(questions_per_chunk=40, replay=0.5)), Repeating()
+    teaching = Teaching(job, Chunks(CHUNKS, 32), 3, tmp_path, tokenizer(), asker, show)  # type: ignore[arg-type]
+    await teaching.run()
+    questions = [done for phase, done, _ in shown if phase == "questions"]
+    assert questions[0] == 0 and questions[-1] == 75 and len(shown) == len(set(shown))
+    assert len(asker.asked) > 80 and len(questions) <= 8 + 1 + 3, "eighths, the beginning, and further rounds"
 
 
 async def test_answers_are_given_with_the_sentence_that_was_asked_about(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ ROUNDS = 4
 RESERVED = 4
 """Every fourth general prompt is held out from training, to measure retention."""
 REPLAY_TOKENS = 64
-MOST_UNSHOWN = 1000
-"""Most items until the progress is recorded again."""
+SHOWN, MOST_UNSHOWN = 8, 1000
+"""Progress is recorded after each such part of a phase, and after this many items."""
 PIECES = 8
 """With generator `none`, a chunk is split into this many pieces; all but the first are learned as continuations."""
 
@@ -232,7 +232,7 @@ class Teaching:
         if not work:
             return found
         await self._progress(phase, await asyncio.to_thread(count, ()), total)
-        left = iter(work.items())
+        left, part = iter(work.items()), max(1, min(MOST_UNSHOWN, total // SHOWN))
 
         async def some() -> None:
             for key, make in left:
@@ -241,8 +241,7 @@ class Teaching:
                     await asyncio.to_thread(log.append, made)
                     found[key] = made
                     self._generated += made.generated
-                    shown = len(found) % max(1, min(MOST_UNSHOWN, len(work) // 8)) == 0
-                    if shown or len(found) == len(work):
+                    if len(found) % part == 0 or len(found) == len(work):
                         await self._progress(phase, await asyncio.to_thread(count, tuple(found.values())), total)
 
         async with task_group() as group:
@@ -251,10 +250,12 @@ class Teaching:
         return found
 
     async def _progress(self, phase: Phase, done: int, total: int) -> None:
-        self._job = msgspec.structs.replace(
-            self._job, phase=phase, done=done, total=total, generated_tokens=self._generated
+        before, self._job = (
+            self._job,
+            msgspec.structs.replace(self._job, phase=phase, done=done, total=total, generated_tokens=self._generated),
         )
-        await self._show(self._job, f"{phase}: {done} of {total}")
+        if self._job != before:
+            await self._show(self._job, f"{phase}: {done} of {total}")
 
 
 def question_quota(settings: DocumentSettings, chunks: int) -> int:
