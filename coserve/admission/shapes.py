@@ -227,12 +227,12 @@ def flat_elements(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
     return total
 
 
-def gather_chunks(sizes: Mapping[str, int], most: int = BLOCK) -> list[list[str]]:
-    """Divide sites into chunks that ranks gather at once: of at most `most` gathered elements each, or of one site.
+def gather_chunks(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Divide sites into chunks that ranks gather at once: of at most `BLOCK` gathered elements each, or of one site.
     `sizes`: elements of each site."""
     chunks, size = list[list[str]](), 0
     for site, own in sizes.items():
-        if not chunks or size + own > most:
+        if not chunks or size + own > BLOCK:
             chunks.append([])
             size = 0
         chunks[-1].append(site)

@@ -26,6 +26,8 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 ADAPTER_FILES: Final = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """The two files of a PEFT adapter folder."""
+PEFT_PREFIX: Final = "base_model.model."
+"""Begins the names of all tensors in PEFT's files."""
 
 TOKEN_ROWS, WHOLE_COPY = ".token_adapter", ".modules_to_save"
 """Suffixes of names under which an adapter's replaced rows of an embedding or head are stored: `lm_head.token_adapter`

@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_RANK
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from coserve.core.processes import usable_cores
 from coserve.core.schemas.adapters import ConversionReport
 from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, check_blocks, packed_shapes, parallel_style
 from coserve.lora.files.gate import read_configs
-from coserve.lora.files.peft import FINGERPRINT, PREFIX, AdapterTensors, SiteShape, config_file, read_layout
+from coserve.lora.files.peft import FINGERPRINT, AdapterTensors, SiteShape, config_file, read_layout
 from coserve.lora.files.shard_svd import Matrix, SiteShards, lost, shard_update
 from coserve.lora.files.targets import alpha_of, exact, rank_and_scaling
 from coserve.lora.files.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
@@ -198,7 +198,7 @@ def _write(
         a_RD, b_OR = shards(site).truncated(rank // settings.bd_blocks, sites[site].scaling / scaling)
         return np.ascontiguousarray(a_RD, dtype=np.float32), np.ascontiguousarray(b_OR, dtype=np.float32)
 
-    in_order = dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in sorted(shapes))
+    in_order = dict.fromkeys(name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in sorted(shapes))
     found = in_threads(both, in_order, progress, threads)  # A and B of a site are neighbours in the file
     matrices = iter(matrix for _, pair in found for matrix in pair)
 
@@ -208,7 +208,7 @@ def _write(
 
 
 def _tensor(site: str, part: str) -> str:
-    return f"{PREFIX}{site}.lora_{part}.weight"
+    return f"{PEFT_PREFIX}{site}.lora_{part}.weight"
 
 
 def _read(file: TensorFile, entry: TensorEntry) -> Matrix:

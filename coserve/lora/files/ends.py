@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from coserve.core.errors import CorruptAdapter, ShapeMismatch, UnsupportedAdapter
-from coserve.core.names import ADAPTER_CONFIG, TOKEN_ROWS, WHOLE_COPY, end_of
+from coserve.core.names import ADAPTER_CONFIG, PEFT_PREFIX, TOKEN_ROWS, WHOLE_COPY, end_of
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.tensorfile import TensorEntry
 from coserve.lora.files.wrapped import outside_text
@@ -35,7 +35,7 @@ def end_named(named: str, base: BaseSpec) -> str | None:
     return next((end for end in base.ends if end.rpartition(".")[2] == leaf), None)
 
 
-def take_rows(entries: dict[str, TensorEntry], prefix: str, base: BaseSpec) -> dict[str, TensorEntry]:
+def take_rows(entries: dict[str, TensorEntry], base: BaseSpec) -> dict[str, TensorEntry]:
     """Remove the tensors of replaced rows from `entries`. Return them by the name of the embedding or head followed by
     `TOKEN_ROWS` or `WHOLE_COPY`.
 
@@ -43,15 +43,16 @@ def take_rows(entries: dict[str, TensorEntry], prefix: str, base: BaseSpec) -> d
     """
     found: dict[str, TensorEntry] = {}
     for name in [*entries]:
-        form = next((form for form in _FORMS if name.startswith(prefix) and name.endswith(form)), None)
-        end = None if form is None else end_named(name.removeprefix(prefix).removesuffix(form), base)
+        form = next((form for form in _FORMS if name.startswith(PEFT_PREFIX) and name.endswith(form)), None)
+        own = name.removeprefix(PEFT_PREFIX)
+        end = None if form is None else end_named(own.removesuffix(form), base)
         if form is None or end is None:
             continue
         rows, width = weight_shape(end, base)
         shape = entries[name].shape
         if len(shape) != 2 or shape[1] != width or (_FORMS[form] == WHOLE_COPY and shape[0] != rows):
             raise ShapeMismatch(
-                f"{name.removeprefix(prefix)}: expected {'K' if _FORMS[form] == TOKEN_ROWS else rows} rows of {width}, "
+                f"{own}: expected {'K' if _FORMS[form] == TOKEN_ROWS else rows} rows of {width}, "
                 f"got {list(shape)[:8]}: serve a base with the adapter's vocabulary"
             )
         if end + _FORMS[form] in found:

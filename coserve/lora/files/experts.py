@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
+from coserve.core.names import PEFT_PREFIX
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.lora.files.targets import targets_match
 from coserve.lora.files.tensorfile import TensorEntry
@@ -78,14 +79,14 @@ _Found = dict[tuple[str, str, int, int], dict[str, TensorEntry]]
 """Entries of A and B by module, part, depth of nesting, and expert."""
 
 
-def take_experts(entries: dict[str, TensorEntry], prefix: str, base: BaseSpec) -> dict[str, _Found]:
+def take_experts(entries: dict[str, TensorEntry], base: BaseSpec) -> dict[str, _Found]:
     """Remove the tensors of experts' parameters from `entries`; return them by the base's module. Names of the base's
     own linear modules stay."""
     modules = {site.rpartition(".")[0] for site in base.experts}
     found: dict[str, _Found] = {}
     for name in [*entries]:
-        match = _NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
-        if match is None or site_of(name.removeprefix(prefix).rpartition(".lora_")[0], base.sites) is not None:
+        match = _NAME.fullmatch(name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else None
+        if match is None or site_of(name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0], base.sites) is not None:
             continue
         named = match["module"]
         module = site_of(named, modules) or site_of(named.replace(".block_sparse_moe.", ".mlp."), modules)

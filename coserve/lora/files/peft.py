@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 
 from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WHOLE_COPY, end_of
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, WHOLE_COPY, end_of
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
 from coserve.lora.files.cartridge import EMBEDDINGS, cartridge_config, read_alone, read_cartridge
@@ -32,7 +32,6 @@ FINGERPRINT = "coserve.base_fingerprint"
 """Key of the safetensors metadata that names the base of an adapter trained here."""
 QUANTIZATION = "coserve.base_quantization"
 """Key that says how that base was quantised, if it was."""
-PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -162,9 +161,9 @@ def read_layout(
         del entries[EMBEDDINGS]
         if settings.use_dora or settings.bd_blocks > 1:
             raise UnsupportedAdapter("expected plain LoRA beside a cartridge", field="peft_type")
-    found = take_experts(entries, PREFIX, base)
+    found = take_experts(entries, base)
     experts = expert_tensors(found, base, config, ours=trained_on is not None)
-    rows = take_rows(entries, PREFIX, base)
+    rows = take_rows(entries, base)
     if experts and (settings.use_dora or settings.bd_blocks > 1):
         raise UnsupportedAdapter("DoRA and block-diagonal matrices are not implemented for experts", field="use_dora")
     for name, entry in entries.items():
@@ -385,11 +384,11 @@ def _site_of(name: str, base: BaseSpec) -> tuple[str, str, str]:
     for part, reason in _KINDS.items():
         if f".{part}" in f".{name}":
             raise UnsupportedAdapter(f"tensor {shown}: {reason}")
-    named, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
+    named, _, rest = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
     end = end_named(named, base)
     embeds = end is not None and base.ends[end].layer < 0
     known = ("embedding_A", "embedding_B") if embeds else ("A.weight", "B.weight", "magnitude_vector")
-    if not name.startswith(PREFIX) or (rest not in known and not rest.startswith("embedding_")):
+    if not name.startswith(PEFT_PREFIX) or (rest not in known and not rest.startswith("embedding_")):
         raise UnsupportedAdapter(
             f"tensor {shown}: expected only lora_A.weight, lora_B.weight and {_MAGNITUDE} of linear modules"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from coserve.core.errors import InvalidRequest, UnsupportedAdapter
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from coserve.lora.files.tensorfile import TensorFile, read_json
 
 _DECODERS = (
@@ -22,7 +22,6 @@ _DECODERS = (
     "model.text_model.",
 )
 """Paths of the decoder: in a text model, a wrapper of transformers 5, wrappers of earlier versions, and Idefics3."""
-_PREFIX = "base_model.model."
 """PEFT's, of each tensor's name."""
 _OTHER_PARTS = frozenset(
     {
@@ -81,15 +80,15 @@ def rename_decoder(folder: Path, decoder: str) -> None:
     """
     new = f"{decoder}."
     with TensorFile(folder, ADAPTER_WEIGHTS) as file:
-        if not any(name.startswith(_PREFIX) for name in file.entries):
+        if not any(name.startswith(PEFT_PREFIX) for name in file.entries):
             return
         old = _decoder_of(file.entries)
         start = min(entry.start for entry in file.entries.values())
         header: dict[str, object] = {"__metadata__": file.metadata} if file.metadata else {}
         for name, entry in file.entries.items():
             offsets = [entry.start - start, entry.end - start]
-            own = name.removeprefix(_PREFIX)
-            renamed = name if own == name else _PREFIX + _renamed(own, old, new)
+            own = name.removeprefix(PEFT_PREFIX)
+            renamed = name if own == name else PEFT_PREFIX + _renamed(own, old, new)
             header[renamed] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
@@ -111,7 +110,7 @@ def rename_decoder(folder: Path, decoder: str) -> None:
     if isinstance(targets, list) and not limited:  # a tower has modules of the same names
         config["target_modules"] = _inside(new, [_renamed(str(name), old, new) for name in targets])
     elif targets:  # a regular expression, of the other paths, or beside limits, which PEFT refuses beside one
-        modules = (name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in header if ".lora_" in name)
+        modules = (name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in header if ".lora_" in name)
         linear = (module for module in modules if not module.endswith((".experts", ".base_layer")))  # PEFT's parameters
         config["target_modules"] = list(dict.fromkeys(linear))
     (folder / ADAPTER_CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
@@ -120,7 +119,7 @@ def rename_decoder(folder: Path, decoder: str) -> None:
 def _decoder_of(names: Iterable[str]) -> str:
     for name in names:
         for decoder in _DECODERS:
-            if name.startswith(f"{_PREFIX}{decoder}layers."):
+            if name.startswith(f"{PEFT_PREFIX}{decoder}layers."):
                 return decoder
     raise UnsupportedAdapter(f"expected modules of one of {', '.join(f'{one}layers' for one in _DECODERS)}")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import CorruptAdapter
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_prefix, is_rows
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_prefix, is_rows
 from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.bdlora import blocks_at
@@ -23,7 +23,7 @@ from coserve.lora.files.cartridge import EMBEDDINGS, read_alone
 from coserve.lora.files.ends import peft_name
 from coserve.lora.files.experts import peft_module
 from coserve.lora.files.gate import Configs, read_configs
-from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, check_base, config_file, read_layout
+from coserve.lora.files.peft import FINGERPRINT, QUANTIZATION, check_base, config_file, read_layout
 from coserve.lora.files.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
 from coserve.lora.store.packing import packed
 from coserve.lora.store.reading import DTYPES, in_parts, read_sites
@@ -157,10 +157,10 @@ def _stored(site: str, pair: LoraPair, weights: LoraWeights, base: BaseSpec) -> 
     if is_prefix(site):
         return
     if is_rows(site):
-        yield PREFIX + peft_name(site, weights.sites), pair.a_RD
+        yield PEFT_PREFIX + peft_name(site, weights.sites), pair.a_RD
         return
     assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
-    name = PREFIX + (peft_module(site, weights.sites, base) if pair.experts > 1 else site)
+    name = PEFT_PREFIX + (peft_module(site, weights.sites, base) if pair.experts > 1 else site)
     embeds = site in base.ends and base.ends[site].layer < 0
     a, b = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
     yield f"{name}.{a}", pair.a_RD
@@ -169,7 +169,7 @@ def _stored(site: str, pair: LoraPair, weights: LoraWeights, base: BaseSpec) -> 
         b_OR = b_OR.view(pair.experts, -1, pair.rank).permute(1, 2, 0).flatten(1)  # PEFT's is expert-minor
     yield f"{name}.{b}", b_OR
     if pair.magnitude_O is not None:
-        yield f"{PREFIX}{site}.lora_magnitude_vector", pair.magnitude_O
+        yield f"{PEFT_PREFIX}{site}.lora_magnitude_vector", pair.magnitude_O
 
 
 def read_prefixes(config: dict[str, object], file: TensorFile, base: BaseSpec, dtype: torch.dtype) -> LoraWeights:
