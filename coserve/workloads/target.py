@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
 from coserve.client.failures import job_error
 from coserve.core import errors
+from coserve.core.cancellation import cancel_all
 from coserve.core.names import NAME_RULE, is_adapter_ref, is_name
 from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.jobs import JobState
@@ -90,9 +91,7 @@ class DaemonTarget:
         try:
             return sum(await asyncio.gather(*tasks))
         finally:  # after a failure the others are cancelled too: none may be created during `clean_up`
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
     async def _ensure(self, name: str, rank: int) -> bool:
         try:
@@ -182,9 +181,7 @@ class DaemonTarget:
         names of adapters that could not be deleted, or whose job may still run."""
         if self._submissions:
             _, late = await asyncio.wait(set(self._submissions), timeout=self._submission_wait)
-            for submission in late:
-                submission.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await cancel_all(late)
         limit = asyncio.Semaphore(self._prepared_at_once)
         await asyncio.gather(*(self._end(job, limit) for job in self._jobs.values()))
         gone = await asyncio.gather(*(self._delete(name, limit) for name in self.made))

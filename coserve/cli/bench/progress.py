@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 from rich.console import Console
 
+from coserve.core.cancellation import cancel_all
 from coserve.workloads.metrics import Limits, attains, ttft
 from coserve.workloads.replay import JobSample, JobUpdate, Sample
 from coserve.workloads.report.tables import duration_text
@@ -87,8 +88,7 @@ async def shown(progress: BenchProgress) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_all([task])
         if not progress.preparing:
             console.print(progress.line(), highlight=False, soft_wrap=True)
 

@@ -23,6 +23,7 @@ from coserve.api.http.server import quiet_accept
 from coserve.api.metrics.traces import open_traces
 from coserve.api.service import Service
 from coserve.config import Config
+from coserve.core.cancellation import cancel_all
 from coserve.core.errors import ConfigError
 from coserve.core.garbage import GarbageCollection, freeze_and_collect_young
 from coserve.core.sampling import NEUTRAL, SamplingDefaults
@@ -52,14 +53,8 @@ async def open_service(config: Config, folder: DataFolder, engine: EngineClient,
         stack.callback(traces.close)
     await service.open()
     warming = asyncio.create_task(service.texts.read_template())
-    stack.push_async_callback(_cancelled, warming)
+    stack.push_async_callback(cancel_all, [warming])
     return service
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    """Cancel a task that may still run, and wait for it."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def serve_http(service: Service, config: Config, sock: socket.socket, stack: AsyncExitStack) -> None:
