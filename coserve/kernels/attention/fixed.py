@@ -11,6 +11,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention, one_kernel
 from coserve.kernels.gpu.device import put
+from coserve.kernels.gpu.rounding import next_power_of_2
 from coserve.kernels.recurrent.fixed import FixedRecurrence
 
 FEWEST_SEQUENCES, SHORTEST = 4, 128
@@ -59,9 +60,5 @@ def limits(bounds: Sequence[int]) -> tuple[int, int]:
     """Return the most sequences and the greatest length that graphs for this batch serve: powers of two, capped at the
     number of tokens."""
     longest = max(b - a for a, b in pairwise(bounds))
-    most = max(FEWEST_SEQUENCES, _power(len(bounds) - 1))
-    return most, min(max(SHORTEST, _power(longest)), bounds[-1])
-
-
-def _power(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    most = max(FEWEST_SEQUENCES, next_power_of_2(len(bounds) - 1))
+    return most, min(max(SHORTEST, next_power_of_2(longest)), bounds[-1])

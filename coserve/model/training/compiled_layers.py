@@ -196,7 +196,7 @@ class CompiledLayers:
         """
         h_1TD, attention = example.h_1TD, example.attention
         tensors = {i: [*_Arguments.of(example.call).tensors, *example.own.values()]}
-        running_pass = AlonePass(attention, None, self._groups)
+        running_pass = AlonePass(attention, self._groups)
         one = CompiledPass({Kept.ALL: {i: compiled}}, tensors, running_pass)
         output_1TD, saved = one.forward(i, h_1TD, Kept.ALL)
         gradient_1TD = torch.ones_like(h_1TD)

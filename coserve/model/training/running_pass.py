@@ -142,10 +142,8 @@ class RunningPass:
 class AlonePass(RunningPass):
     """The pass of one rank without the others: sums return its own summand."""
 
-    def __init__(
-        self, attention: PackedAttention, lora: PreparedLora | None, groups: Sequence[Sequence[SharedInput]]
-    ) -> None:
-        super().__init__(attention, lora, groups)
+    def __init__(self, attention: PackedAttention, groups: Sequence[Sequence[SharedInput]]) -> None:
+        super().__init__(attention, None, groups)
         self.collectives: list[str] = []
         """Names of the sums, in order."""
 

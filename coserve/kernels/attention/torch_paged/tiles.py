@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from coserve.kernels.attention.interface import TokenRun, Window
-from coserve.kernels.gpu.rounding import CPU_MIN_ROWS
+from coserve.kernels.gpu.rounding import CPU_MIN_ROWS, next_power_of_2
 
 KEY_BLOCK = 64
 """Keys of a block. Block b of a sequence always holds the positions from 64 b on."""
@@ -90,7 +90,7 @@ def _cut(runs: Sequence[TokenRun], window: Window | None) -> dict[tuple[int, int
             first = 0 if window is None else window.first(position) // KEY_BLOCK
             blocks = (position + tokens - 1) // KEY_BLOCK + 1 - first
             size = next(size for size in TILE_TOKENS if size >= tokens)
-            padded = 1 << (blocks - 1).bit_length()
+            padded = next_power_of_2(blocks)
             tile = _Tile(row + start, tokens, position, first, blocks, run.pages)
             found.setdefault((size, padded), []).append(tile)
         row += run.tokens

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import e, log2
 
 import torch
-import triton
 from torch import Tensor
 
 from coserve.kernels.attention.interface import AttentionParams
@@ -14,6 +13,7 @@ from coserve.kernels.attention.triton_paged import decode_kernel, prefill_kernel
 from coserve.kernels.attention.triton_paged.plan import programs_each
 from coserve.kernels.gpu.device import H200, device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
+from coserve.kernels.gpu.rounding import next_power_of_2
 
 LOG2E = log2(e)
 JOINED = 8
@@ -163,7 +163,7 @@ def decode_scratch(items: int, heads: int, width: int, columns: int, kv_heads: i
 
 def _block(width: int) -> int:
     """Return the columns of a block that holds heads of this width."""
-    return 1 << (max(width, 16) - 1).bit_length()
+    return max(next_power_of_2(width), 16)
 
 
 def _unit(*tensors: Tensor) -> list[Tensor]:
@@ -188,7 +188,7 @@ def decode(
     group = heads // kv_heads
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
     pdl = blocks.pdl and device_info(q.device).early_launch
-    groups = triton.next_power_of_2(group)
+    groups = next_power_of_2(group)
     launch(
         decode_kernel.decode,
         (kv_heads, items.shape[0]),
@@ -241,7 +241,7 @@ def tile_tokens(group: int, blocks: Blocks) -> int:
 
 
 def _tile_rows(group: int, blocks: Blocks) -> int:
-    return max(1 << (tile_tokens(group, blocks) * group - 1).bit_length(), 16)
+    return max(next_power_of_2(tile_tokens(group, blocks) * group), 16)
 
 
 def prefill_scratch(items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device) -> Scratch:
@@ -283,7 +283,7 @@ def store(k_KTD: Tensor, v_KTD: Tensor, cache: LayerCache, tiles: Tensor, tokens
         E=cache.values.shape[3],
         PAGE=cache.keys.shape[1],
         LATENT=cache.latent,
-        BLOCK_T=triton.next_power_of_2(tokens),
+        BLOCK_T=next_power_of_2(tokens),
         BLOCK_D=cache.key_block,
         BLOCK_E=_block(cache.values.shape[3]),
         num_warps=8 if tokens > 64 else 4,

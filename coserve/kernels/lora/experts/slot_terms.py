@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from coserve.kernels.gpu.device import device_info, put
 from coserve.kernels.gpu.launcher import Launcher, options
-from coserve.kernels.gpu.rounding import cdiv
+from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.lora.experts import slot_kernel
 from coserve.kernels.lora.experts.rows import ExpertRows
 from coserve.kernels.lora.types import ALIGNMENT, VECTOR, LoraPair, is_aligned
@@ -112,7 +112,7 @@ class SlotExpertLora:
         """`slots_T`: int32, each token's slot, -1: none; entries beyond the step's tokens are ignored. `rank`: upper
         bound of the adapters' ranks."""
         self._tables, self._slots_T = tables, slots_T
-        self._width = max(16, 1 << (rank - 1).bit_length())
+        self._width = max(16, next_power_of_2(rank))
 
     def changes(self, sites: Collection[str]) -> bool:
         return True

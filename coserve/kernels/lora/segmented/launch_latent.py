@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
 from coserve.kernels.gpu.launcher import Launcher
+from coserve.kernels.gpu.rounding import next_power_of_2
 from coserve.kernels.lora.latent import HeadSizes
 from coserve.kernels.lora.segmented import latent_kernel
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
@@ -34,7 +34,7 @@ def add_terms(y: Tensor, x: Tensor, sizes: HeadSizes, tiles: Tiles, table: SiteT
         BLOCK_T=max(16, tiles.rows),
         BLOCK_R=RANK_BLOCK,
         BLOCK_L=BLOCK_L,
-        BLOCK_O=max(16, triton.next_power_of_2(width)),
+        BLOCK_O=max(16, next_power_of_2(width)),
         BLOCKED=table.blocked,
         num_warps=4,
     )
