@@ -123,7 +123,7 @@ class ActiveRequests:
             self._kept.forget_all()
         if (pages := self._pages.allocate(need)) is None:
             return False
-        request.pages.extend(pages)
+        request.pages = (*request.pages, *pages)
         return True
 
     def enter(self, request: Request) -> bool:
@@ -145,7 +145,7 @@ class ActiveRequests:
             return False
         pages = self._pages.allocate(others)
         assert pages is not None, "fewer pages are free than were counted"
-        request.pages = found + pages
+        request.pages = (*found, *pages)
         if self._states is not None:
             slot = self._states.allocate()
             assert slot is not None, "expected a slot for each active request"
@@ -185,7 +185,7 @@ class ActiveRequests:
         if self._states is not None:
             self._states.free(request.slot)
             request.slot = -1
-        request.pages = []
+        request.pages = ()
         request.computed = request.labelled = 0
 
     def one_ended(self) -> None:
@@ -239,9 +239,11 @@ class ActiveRequests:
             return False
         request.holds_adapter = True
         if activated.moved:
-            active = (pages for other in self._requests for pages in (other.pages, other.restored))
-            for pages in (found, restored, *active, *self._kept):
-                pages[:] = [activated.moved.get(page, page) for page in pages]
+            moved = activated.moved
+            for other in self._requests:
+                other.pages = tuple([moved.get(page, page) for page in other.pages])
+            for pages in (found, restored, *[other.restored for other in self._requests], *self._kept):
+                pages[:] = [moved.get(page, page) for page in pages]
         return True
 
     def _free_after(self, request: Request, others: int) -> int:

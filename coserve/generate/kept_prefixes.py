@@ -29,9 +29,9 @@ class KeptPrefixes:
         ref, full = request.adapter, request.prefix // self._pages.page_tokens
         if ref is None or not full or ref in self._held or request.keys is None or request.labelled < full:
             return
-        kept = self._pages.page_tokens * sum(map(len, [*self._held.values(), request.pages[:full]]))
+        kept = self._pages.page_tokens * (full + sum(map(len, self._held.values())))
         if self._adapters.pinned(ref) and kept <= PINNED_SHARE * self._pages.tokens:
-            self._held[ref] = request.pages[:full]
+            self._held[ref] = [*request.pages[:full]]
             self._pages.hold(self._held[ref])
 
     def forget(self, ref: AdapterRef) -> None:

@@ -35,7 +35,7 @@ def step_input(
                 request.number,
                 place,
                 request.tokens[start : start + item.tokens],
-                TokenRun(item.tokens, start, tuple(request.pages), request.slot),
+                TokenRun(item.tokens, start, request.pages, request.slot),
                 sampling_row(request) if last else None,
                 prompt_scoring(item),
                 request.needs_prompt_logits,

@@ -106,7 +106,8 @@ class Request:
     passed_since: float | None = None
     """Time from which later requests were allowed to pass it in the line, because there was no room for its adapter;
     None: not since it was last active."""
-    pages: list[int] = field(default_factory=list)
+    pages: tuple[int, ...] = ()
+    """Pages of its tokens, in order. The same tuple until they change: attention knows unchanged ones by identity."""
     slot: int = -1
     """Slot of its recurrent state while it holds pages; -1: none."""
     restored: list[int] = field(default_factory=list)
@@ -186,9 +187,10 @@ class Request:
     @property
     def pending(self) -> int:
         """Tokens to compute before the next one can be sampled; none once its last one is in flight."""
-        if self.in_flight and self.generated + self.in_flight >= self.max_tokens:
+        length = len(self.tokens) + self.in_flight
+        if self.in_flight and length - self.prompt_tokens >= self.max_tokens:
             return 0
-        return len(self.tokens) + self.in_flight - max(self.computed, self.prefix)
+        return length - max(self.computed, self.prefix)
 
     @property
     def chunk(self) -> int:

@@ -195,7 +195,7 @@ class Traffic:
     def remove(self, id: str) -> None:
         own = self.live.pop(id).request
         self.scheduler.remove(own)
-        assert own.pages == []
+        assert not own.pages
         assert not own.holds_adapter
         if own.adapter is not None:
             self.memory.store.release(own.adapter)

@@ -103,7 +103,7 @@ def test_a_proposal_changes_nothing() -> None:
     assert (pages.pool.used, request.state, request.pages, len(scheduler), len(scheduler.queue)) == (
         0,
         State.QUEUED,
-        [],
+        (),
         0,
         1,
     )

@@ -75,7 +75,7 @@ def test_everything_ends_and_nothing_is_left(
         if live and arrivals < 60 and chance.random() < 0.05:
             gone = live.pop(chance.choice(list(live)))
             scheduler.remove(gone)
-            assert gone.pages == []
+            assert not gone.pages
         scheduled = next_scheduled(scheduler)
         assert bool(scheduled) == bool(live), "nobody moves"
         if scheduled:
@@ -167,7 +167,7 @@ def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
     scheduled = next_scheduled(scheduler)
     assert [item.request for item in scheduled] == [first]
     assert scheduler.preemptions == 1
-    assert (second.pages, second.computed, second.generated) == ([], 0, 2)
+    assert (second.pages, second.computed, second.generated) == ((), 0, 2)
     run(scheduler, source, scheduled, 16)
     while first.generated < 5:
         run(scheduler, source, next_scheduled(scheduler), 16)
@@ -188,7 +188,7 @@ def test_the_one_that_grows_may_be_the_one_that_gives_way() -> None:
     run(scheduler, source, next_scheduled(scheduler), 16)
     scheduled = next_scheduled(scheduler)
     assert [item.request for item in scheduled] == [first]
-    assert second.pages == []
+    assert not second.pages
 
 
 def test_adapters_of_steps_are_counted_in_each_step() -> None:
