@@ -192,8 +192,7 @@ class Engine:
             self._flight.step(began, costs.of(decision), between=decision.between, kind=kind) as self._step,
         ):
             ran = self._generator.run(scheduled)
-        for id, cached in ran.started.items():
-            self._link.send(Admitted(id=id, at=began, cached=cached))
+        self._link.send_all([Admitted(id=id, at=began, cached=cached) for id, cached in ran.started.items()])
         failpoint("generate.mid_stream")
         await self._accept(ran, began, collected or self._step)
 
