@@ -126,9 +126,9 @@ class FakeEngine:
         self.obeys = True
         """False: it hears, and does nothing."""
         self.stall_after: int | None = None
+        """Say so many tokens of a request, then nothing more."""
         self.cached = 0
         """Tokens of each prompt that its prefix cache has."""
-        """Say so many tokens of a request, then nothing more."""
         self.write_adapter: Callable[[Path, BaseSpec], None] = write_peft
         self.steps = 3
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -116,9 +116,8 @@ def prefill_tiles(
 ) -> Table:
     """Cut prompt chunks into items (N, 8), as input of the prefill kernel, in descending number of keys.
 
-    A tile has at most `tokens` tokens. If there are too few tiles
-    for the multiprocessors, their keys are cut, too, so that a short chunk with a long context is not left to few
-    programs.
+    A tile has at most `tokens` tokens. If there are too few tiles for the multiprocessors, their keys are cut, too, so
+    that a short chunk with a long context is not left to few programs.
     """
     tiles = [
         (column, row + start, min(tokens, run.tokens - start), run.position + start)
