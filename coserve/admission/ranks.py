@@ -10,8 +10,6 @@ from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, parallel_style
 from coserve.lora.files.targets import target_sites
 
-_DORA_REFERENCE = "a DoRA adapter is the reference of a DPO loss on one GPU only"
-
 
 def blocks_fit(settings: LoraSettings, base: BaseSpec, ranks: int) -> bool:
     """Return whether each of `ranks` GPUs can hold whole blocks of an adapter, or a shard of one block, at each site.
@@ -48,11 +46,9 @@ def keeps_reference(training: TrainingSettings, *, continues: bool) -> bool:
     return continues and isinstance(training.loss, DpoLoss | KtoLoss) and training.loss.reference == "start"
 
 
-def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: str, reference: bool = False) -> None:
+def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: str) -> None:
     """Raise `InvalidRequest` for an adapter that cannot be trained on `ranks` GPUs. `field`: the request field to
-    name. `reference`: see `keeps_reference`."""
-    if settings.use_dora and ranks > 1 and reference:
-        raise InvalidRequest(f"{_DORA_REFERENCE}: expected --tp 1, got {ranks}", field="training.loss")
+    name."""
     if blocks_fit(settings, base, ranks):
         return
     blocks = settings.bd_blocks
@@ -69,8 +65,6 @@ def check_ranks(settings: LoraSettings, base: BaseSpec, *, ranks: int, field: st
 def unmet_need(job: JobSpec, base: BaseSpec, *, ranks: int) -> str | None:
     """Return what an accepted job needs that this daemon lacks; None: it can train. `ranks`: GPUs that share the
     base."""
-    if job.lora.use_dora and ranks > 1 and keeps_reference(job.training, continues=job.init_from is not None):
-        return f"needs --tp 1: {_DORA_REFERENCE}; this daemon has {ranks}"
     if not blocks_fit(job.lora, base, ranks):
         return f"needs a --tp that its {job.lora.bd_blocks} blocks fit; this daemon has {ranks}"
     try:

@@ -168,14 +168,23 @@ class Base:
         The pairs are on the base's device. If it is sharded, they are the rank's shards of an adapter that learns, and
         all ranks call this at the same time. `squares`: a cache of `squared_rows`, filled here.
         """
+        return self.norms_of(self.row_squares(sites, squares))
+
+    def row_squares(self, sites: Mapping[str, LoraPair], squares: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return what this rank adds to the squares of `row_norms`."""
         found, known = {}, {} if squares is None else squares
         for name, pair in sites.items():
             weight = site_weight(self.model.get_submodule(name))
             known[name] = known[name] if name in known else squared_rows(weight)
             found[name] = squared_norms(weight, pair, known[name])
+        return found
+
+    def norms_of(self, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `row_norms` from the `row_squares` of all ranks, which call this at the same time, in the same
+        memory."""
         if self.sharding is not None:
-            add_squares(found, self.sharding)
-        return {name: squares_O.sqrt_() for name, squares_O in found.items()}
+            add_squares(squares, self.sharding)
+        return {name: squares_O.sqrt_() for name, squares_O in squares.items()}
 
     def begun(self, weights: LoraWeights) -> LoraWeights:
         """Return an adapter as its training starts. What it lacks is initialised so that it changes nothing: rows of

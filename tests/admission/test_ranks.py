@@ -10,8 +10,8 @@ import torch
 from coserve.admission.ranks import blocks_fit, check_ranks, unmet_need
 from coserve.admission.shapes import lora_shapes
 from coserve.core.errors import InvalidRequest
-from coserve.core.training.settings import DpoLoss, Optimizer
-from coserve.core.types import AdapterRef, BaseSpec, LoraSettings, SiteSpec
+from coserve.core.training.settings import Optimizer
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.bdlora import parallel_style
 from coserve.model.parallel.lora import Strategy, partition_pair
@@ -106,16 +106,9 @@ def test_what_an_accepted_job_needs() -> None:
     blocks = msgspec.structs.replace(job, lora=LoraSettings(r=43, targets=("down_proj",), bd_blocks=43))
     training = msgspec.structs.replace(job.training, optimizer=Optimizer.PAGED_ADAMW)
     paged = msgspec.structs.replace(job, training=training)
-    dora = msgspec.structs.replace(job, lora=LoraSettings(use_dora=True))
-    loss = msgspec.structs.replace(job.training, loss=DpoLoss())
-    preferred = msgspec.structs.replace(dora, training=loss, init_from=AdapterRef("dora", 1))
-    assert [unmet_need(each, base, ranks=1) for each in (job, blocks, paged, preferred)] == [None] * 4
-    with pytest.raises(InvalidRequest, match="on one GPU only: expected --tp 1, got 4"):
-        check_ranks(dora.lora, base, ranks=4, field="lora.bd_blocks", reference=True)
-    assert [unmet_need(each, base, ranks=4) for each in (job, dora, preferred, blocks, paged)] == [
+    assert [unmet_need(each, base, ranks=1) for each in (job, blocks, paged)] == [None] * 3
+    assert [unmet_need(each, base, ranks=4) for each in (job, blocks, paged)] == [
         None,
-        None,
-        "needs --tp 1: a DoRA adapter is the reference of a DPO loss on one GPU only; this daemon has 4",
         "needs a --tp that its 43 blocks fit; this daemon has 4",
         "needs another daemon: paged_adamw is not supported with --tp 4: use adamw",
     ]

@@ -32,7 +32,7 @@ from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs
 from coserve.model.base import Base
 from tests.support.corpora import check_tables_of, stage
-from tests.support.finetuning import VOCAB, Bench, changing_adapter, gradient_sums, job_spec, metrics_of
+from tests.support.finetuning import Bench, changing_adapter, gradient_sums, job_spec, metrics_of, random_labels
 from tests.support.lora_backends import lora_of
 
 TINY = Path(coserve.__file__).parent / "assets" / "tiny"
@@ -55,18 +55,6 @@ def tokenized(tokenizer: Tokenizer, *rows: dict[str, Any], max_length: int = 100
     corpus = tokenize_rows([parse_row(row, 7) for row in rows], tokenizer, max_length, labelled=True)
     assert corpus.is_valid()
     return corpus
-
-
-def random_labels(rows: int = 6) -> Corpus:
-    """Prompts of random tokens, and answers of which every other one is undesirable."""
-    random, found = np.random.default_rng(0), list[tuple[list[int], list[int]]]()
-    for row in range(rows):
-        prompt, answer = random.integers(2, 5), random.integers(1, 5)
-        tokens = random.integers(3, VOCAB, prompt + answer).tolist()
-        found.append((tokens, [0] * prompt + [1 + row % 2] * answer))
-    bounds = np.cumsum([0, *(len(tokens) for tokens, _ in found)], dtype=np.int64)
-    tokens, target = ([one for row in found for one in row[part]] for part in (0, 1))
-    return Corpus(np.array(tokens, np.int32), np.array(target, np.uint8), bounds)
 
 
 @pytest.fixture(scope="module")

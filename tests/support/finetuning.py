@@ -79,6 +79,18 @@ def random_pairs(seed: int = 0, rows: int = 5) -> Corpus:
     )
 
 
+def random_labels(rows: int = 6) -> Corpus:
+    """Prompts of random tokens, and answers of which every other one is undesirable."""
+    random, found = np.random.default_rng(0), list[tuple[list[int], list[int]]]()
+    for row in range(rows):
+        prompt, answer = random.integers(2, 5), random.integers(1, 5)
+        tokens = random.integers(3, VOCAB, prompt + answer).tolist()
+        found.append((tokens, [0] * prompt + [1 + row % 2] * answer))
+    bounds = np.cumsum([0, *(len(tokens) for tokens, _ in found)], dtype=np.int64)
+    tokens, target = ([one for row in found for one in row[part]] for part in (0, 1))
+    return Corpus(np.array(tokens, np.int32), np.array(target, np.uint8), bounds)
+
+
 def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
     """A job of four steps; `changes` replace fields of the spec, of `lora` or of `training`."""
     own_fields = ("adapter", "version", "init_from", "teacher")

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from coserve.core.cancellation import Cancellation
 from coserve.core.link.jobs import JobSucceeded
+from coserve.core.training.settings import KtoLoss
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
 from coserve.memory.plan import Work
 from coserve.model.parallel.mesh import Mesh
-from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, random_pairs
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, random_labels, random_pairs
 from tests.support.lora_backends import GROUPED
 from tests.support.sharded import load
 
@@ -38,7 +39,9 @@ def train(
     """Advance a job to step `until`, from its last checkpoint on; publish it if that is its last step."""
     loaded, leads = load(base, mesh, quantization=quantization), mesh is None or mesh.rank == 0
     bench = Bench(loaded, Path(root))
-    corpus = random_pairs(rows=8) if "loss" in changes else random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
+    corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
+    if loss := changes.get("loss"):
+        corpus = random_labels(rows=8) if isinstance(loss, KtoLoss) else random_pairs(rows=8)
     spec = job_spec(corpus, **(JOB | changes))
     if mesh is None:
         bench.place(corpus, spec)

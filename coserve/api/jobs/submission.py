@@ -17,7 +17,7 @@ import msgspec
 from coserve.admission.ends import check_loss, with_end_names
 from coserve.admission.memory import check_fits
 from coserve.admission.optimizers import check_optimizer
-from coserve.admission.ranks import check_ranks, keeps_reference
+from coserve.admission.ranks import check_ranks
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
@@ -187,8 +187,7 @@ class Submission:
         check_loss(lora, asked, spec)
         continues = request.continue_from is not None
         given, blocks = ("continue_from", "continue_from") if continues else ("lora", "lora.bd_blocks")
-        refers = keeps_reference(asked, continues=continues)
-        await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks, reference=refers)
+        await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks)
         await refuse_too_large(request.adapter, lora, spec, self._engine.pool, self._config, field=given)
         await asyncio.to_thread(_check_publishable, lora, spec, field=given)
         return source, lora

@@ -5,6 +5,7 @@ Letters: K targets, C candidates of a target.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -110,6 +111,8 @@ class Loss:
     """Reference adapter of a DPO or KTO loss, in the same form as `teacher`; None: the base."""
     tokens: TokenLoss | None = None
     """The loss is this function of the targets' log-probabilities."""
+    prepare: Callable[[], None] = lambda: None
+    """Called in each micro-batch's first micro-step, on all ranks: completes what forwards read of the adapters."""
 
     @property
     def shares(self) -> bool:

@@ -235,6 +235,10 @@ class TrainingSession:
         dropout: DropoutSpec | None = None,
         noise: EmbeddingNoise | None = None,
     ) -> Computed:
+        def prepare() -> None:
+            self.optimizer.compute_scales()
+            loss.prepare()
+
         found = await suspended(
             MicroBatch(
                 batch,
@@ -244,7 +248,7 @@ class TrainingSession:
                 self.optimizer.grads,
                 how,
                 learns=learns,
-                prepare=self.optimizer.compute_scales,
+                prepare=prepare,
                 dropout=dropout,
                 noise=noise,
             )

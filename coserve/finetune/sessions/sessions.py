@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -15,9 +15,9 @@ from coserve.core.errors import EngineFault, InvalidRequest, JobOutOfMemory
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK
+from coserve.finetune.frozen import Frozen, frozen_reference, frozen_teacher
 from coserve.finetune.init import initial_weights, published_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
-from coserve.finetune.lora_tensors import cast, cast_learning
 from coserve.finetune.losses.loss import CrossEntropy, Loss
 from coserve.finetune.memory_limits import BatchLimits
 from coserve.finetune.micro_batch import MicroBatchRunner
@@ -179,24 +179,20 @@ class Sessions(Generic[AnyTrainee]):
     def _loss(self, spec: JobSpec, start: LoraWeights) -> Loss:
         """Build the job's loss. `start`: this rank's shards of the job's initial adapter, which a DPO loss may refer
         to; a resumed job's weights have moved on."""
-        base, reference = self._base, None
+        teacher, reference = self._teacher(spec), None
         if keeps_reference(spec.training, continues=spec.init_from is not None):
-            assert base.sharding is None or not spec.lora.use_dora, "expected `unmet_need` to keep the job waiting"
-            served = base.served(start) if base.sharding is None else start
-            reference = cast_learning(served, base.dtype, base.device)
-        return Loss(
-            self._teacher_weights(spec), spec.training.loss, reference, CrossEntropy() if spec.soft_targets else None
-        )
+            reference = frozen_reference(start, self._base)
+        loss = Loss(pairs=spec.training.loss, tokens=CrossEntropy() if spec.soft_targets else None)
+        if teacher is not None:  # then there is no reference
+            return replace(loss, teacher=teacher.weights, prepare=teacher.complete)
+        return loss if reference is None else replace(loss, reference=reference.weights, prepare=reference.complete)
 
-    def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
-        """The teacher's weights as served: this rank's shard, on the base's device and in its dtype."""
+    def _teacher(self, spec: JobSpec) -> Frozen | None:
         if spec.teacher is None:
             return None
         base, teacher = self._base, spec.teacher
-        weights = published_adapter(teacher.ref, teacher.digests, "teacher", base.spec, self._folder, base.served)
-        if weights.settings.use_dora and base.sharding is not None:
-            raise InvalidRequest("a DoRA teacher on several GPUs is not implemented: expected --tp 1", field="teacher")
-        return cast(weights, base.dtype, base.device)
+        served = published_adapter(teacher.ref, teacher.digests, "teacher", base.spec, self._folder, base.served)
+        return frozen_teacher(served, base)
 
     @contextmanager
     def _job_errors(self) -> Iterator[None]:

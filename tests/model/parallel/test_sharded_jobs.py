@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.training.jobs import Teacher
-from coserve.core.training.settings import DpoLoss
+from coserve.core.training.settings import DpoLoss, KtoLoss
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.files.peft import QUANTIZATION
 from coserve.lora.files.tensorfile import digest_file
@@ -22,7 +22,8 @@ from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks
 
 BD: dict[str, object] = {"r": 8, "bd_blocks": 2}
-DORA: dict[str, object] = {"use_dora": True}
+DORA: dict[str, object] = {"r": 8, "use_dora": True}
+KTO: dict[str, object] = {"loss": KtoLoss(beta=0.3), "micro_batch_tokens": 32}
 DPO: dict[str, object] = {"loss": DpoLoss(beta=0.3), "micro_batch_tokens": 32}
 
 
@@ -57,7 +58,7 @@ def same_adapter(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, BD, DPO, DORA], ids=["lora", "bd", "dpo", "dora"])
+@pytest.mark.parametrize("changes", [{}, BD, DPO, KTO, DORA], ids=["lora", "bd", "dpo", "kto", "dora"])
 def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
     two: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
 ) -> None:
@@ -94,11 +95,11 @@ def test_a_job_of_a_quantised_base_goes_from_one_number_of_ranks_to_another(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
+@pytest.mark.parametrize(("changes", "taught"), [({}, BD), (BD, BD), ({}, DORA)], ids=["lora", "bd", "of dora"])
 def test_a_distillation_on_two_ranks_is_that_of_one_process(
-    two: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
+    two: Ranks, base: str, tmp_path: Path, changes: dict[str, object], taught: dict[str, object]
 ) -> None:
-    run(None, base, tmp_path, **(BD | {"learning_rate": 0.1}))
+    run(None, base, tmp_path, **(taught | {"learning_rate": 0.1}))
     folder, ref = tmp_path / "adapters" / "learned" / "1", AdapterRef("learned", 1)
     teacher = Teacher(ref=ref, digests=AdapterDigests(digest_file(folder, ADAPTER_WEIGHTS)), rank=8)
     patience = {"early_stopping_patience": 4}  # all steps: the first ones may be worse than the start
@@ -112,7 +113,7 @@ def test_a_distillation_on_two_ranks_is_that_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
+@pytest.mark.parametrize("changes", [{}, BD, DORA], ids=["lora", "bd", "dora"])
 def test_a_preference_that_continues_an_adapter_on_two_ranks_is_that_of_one_process(
     two: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
 ) -> None:
