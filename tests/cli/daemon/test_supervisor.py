@@ -374,7 +374,10 @@ SCRIPT = """
 import asyncio, logging, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from coserve.core.errors import EngineFault
-from coserve.engine.worker import run_to_exit
+from coserve.engine.warming.fast_imports import fast_imports
+
+with fast_imports():
+    from coserve.engine.worker import run_to_exit
 
 assert "torch._inductor.compile_fx" not in sys.modules, "a second for engines that compile no layers"
 

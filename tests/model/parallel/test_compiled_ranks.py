@@ -134,7 +134,7 @@ def test_a_rank_compiles_its_layers_without_the_others(tmp_path: Path, family: s
 @pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_adapter_of_local_and_of_fully_sharded_pairs(two: Ranks, folder: str, compiled: bool) -> None:
     """In one group of sites, and at the bottom of the lowest layer that learns."""
-    kind = Kind(8, uneven=("q_proj", "down_proj"))
+    kind = Kind(8, targets=("q_proj", "v_proj", "down_proj"), uneven=("q_proj", "down_proj"))
     expected = train(None, folder, "slora", kind, 0, 2, None, "grouped", 0.0)
     first, *others = two.run(train, folder, "slora", kind, 0, 2, None, "segmented", 0.0, compiled)
     for found in (first, *others):
