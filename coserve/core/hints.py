@@ -141,7 +141,7 @@ OTHER_WAYS = {
         "kto_*_weight"
     ),
     "the loss is that of the target tokens, or training.loss": (
-        "label_smoothing_factor f_divergence_type f_alpha_divergence_coef use_weighting ld_alpha discopop_tau"
+        "label_smoothing_factor f_divergence_type f_alpha_divergence_coef use_weighting ld_alpha"
     ),
     "training.loss.reference says what a DPO loss is relative to": (
         "reference_free ref_* *_ref_model precompute_ref_* model_adapter_name"

@@ -13,7 +13,13 @@ from tests.support.real_server import serve_real
 
 ROWS = [{"prompt": f"Word {n}:", "chosen": " yes", "rejected": " no"} for n in range(12)]
 DPO: dict[str, Any] = {"type": "dpo", "beta": 0.2}
-DPO_DEFAULTS = {"reference": "start", "loss_type": "sigmoid", "label_smoothing": 0.0, "sft_weight": 0.0}
+DPO_DEFAULTS = {
+    "reference": "start",
+    "loss_type": "sigmoid",
+    "label_smoothing": 0.0,
+    "sft_weight": 0.0,
+    "discopop_tau": 0.05,
+}
 
 
 async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tmp_path: Path) -> None:

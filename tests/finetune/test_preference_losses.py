@@ -62,8 +62,8 @@ def by_pairs(x: Tensor) -> Tensor:
     ("name", "smoothing"),
     [
         *((name, 0.0) for name in ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard")),
-        *((name, 0.0) for name in ("apo_zero", "apo_down", "sigmoid_norm")),
-        *((name, 0.2) for name in ("robust", "exo_pair")),
+        *((name, 0.0) for name in ("apo_zero", "apo_down", "sigmoid_norm", "aot", "discopop")),
+        *((name, 0.2) for name in ("robust", "exo_pair", "aot", "aot_unpaired")),
     ],
 )
 def test_dpo_losses_are_trls(name: Any, smoothing: float, trl_trainer: Any) -> None:

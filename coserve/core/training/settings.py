@@ -74,11 +74,16 @@ class DpoLoss(Wire, frozen=True, tag_field="type", tag="dpo"):
         "apo_zero",
         "apo_down",
         "sigmoid_norm",
+        "aot",
+        "aot_unpaired",
+        "discopop",
     ] = "sigmoid"
-    """As in TRL's `DPOConfig`."""
+    """As in TRL's `DPOConfig`. `aot` and `aot_unpaired` sort the margins, or the rewards, of each micro-batch."""
     label_smoothing: float = 0.0
-    """Share of pairs that are taken to be the wrong way round. Of `sigmoid` (conservative DPO), `robust` and
-    `exo_pair`."""
+    """Share of pairs that are taken to be the wrong way round. Of `sigmoid` (conservative DPO), `robust`,
+    `exo_pair`, `aot` and `aot_unpaired`."""
+    discopop_tau: float = 0.05
+    """Temperature of `discopop`: how fast it goes from its exponential to its logistic part."""
     sft_weight: float = 0.0
     """Weight of the chosen answer's mean negative log-likelihood, which is added: TRL's loss type `sft`, its former
     `rpo_alpha`, LLaMA-Factory's `pref_ftx`."""

@@ -60,11 +60,12 @@ PREFERENCE_BOUNDS = {
     "label_smoothing": Bounds(0, 0.5, open=(False, True)),
     "sft_weight": Bounds(0, 100),
     "gamma": Bounds(0, 100),
+    "discopop_tau": Bounds(0, 100, open=(True, False)),
     "desirable_weight": Bounds(0, 100),
     "undesirable_weight": Bounds(0, 100),
 }
 """Settings of preference losses."""
-SMOOTHED = ("sigmoid", "robust", "exo_pair")
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 """Types of a DPO loss that have label smoothing."""
 MAX_SAMPLE_PROMPTS = 8
 MAX_SAMPLE_CHARACTERS = 8192

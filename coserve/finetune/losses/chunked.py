@@ -189,7 +189,7 @@ def preference_loss(
             case DpoLoss():
                 ratios_P2 = logp_P2 + reference_nll_P2
                 rewards_P2 = loss.beta * ratios_P2
-                loss_P = _dpo(loss, ratios_P2, targets_P2) - loss.sft_weight * mean_P2[:, 0]
+                loss_P = _dpo(loss, ratios_P2, reference_nll_P2, targets_P2) - loss.sft_weight * mean_P2[:, 0]
             case OrpoLoss():
                 rewards_P2 = loss.beta * mean_P2
                 below_one_P2 = mean_P2.clamp(max=LARGEST_MEAN)
@@ -211,7 +211,7 @@ def _margin(x_P2: Tensor) -> Tensor:
     return x_P2[:, 0] - x_P2[:, 1]
 
 
-def _dpo(loss: DpoLoss, ratios_P2: Tensor, targets_P2: Tensor) -> Tensor:
+def _dpo(loss: DpoLoss, ratios_P2: Tensor, reference_nll_P2: Tensor, targets_P2: Tensor) -> Tensor:
     """Return the loss of each pair (P). `ratios_P2`: log(pi / pi_ref) of each answer. Names and formulas are those of
     TRL's `DPOConfig.loss_type`, which names the papers."""
     beta, smoothing = loss.beta, loss.label_smoothing
@@ -219,7 +219,12 @@ def _dpo(loss: DpoLoss, ratios_P2: Tensor, targets_P2: Tensor) -> Tensor:
     chosen_P, rejected_P = rewards_P2.unbind(1)
     margin_P = chosen_P - rejected_P
     match loss.loss_type:
-        case "sigmoid":
+        case "sigmoid" | "aot" | "aot_unpaired":
+            if loss.loss_type == "aot":
+                own_P, reference_P = _margin(ratios_P2 - reference_nll_P2), _margin(-reference_nll_P2)
+                margin_P = beta * (own_P.sort().values - reference_P.sort().values)
+            elif loss.loss_type == "aot_unpaired":
+                margin_P = chosen_P.sort().values - rejected_P.sort().values
             return -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
         case "robust":
             unbiased_P = (1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
@@ -242,6 +247,9 @@ def _dpo(loss: DpoLoss, ratios_P2: Tensor, targets_P2: Tensor) -> Tensor:
             return (ratios_P2[:, 0] - 0.5 / beta).square() + (ratios_P2[:, 1] + 0.5 / beta).square()
         case "apo_zero":
             return torch.sigmoid(-chosen_P) + torch.sigmoid(rejected_P)
+        case "discopop":
+            mixed_P = torch.sigmoid(margin_P / loss.discopop_tau)
+            return -(1 - mixed_P) * logsigmoid(margin_P) + mixed_P * torch.exp(-margin_P)
         case "apo_down":
             return torch.sigmoid(chosen_P) + torch.sigmoid(-margin_P)
         case _:
