@@ -57,6 +57,26 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
         assert first["base"]["loss"] < 0.65 and first["base"]["rewards"]["margin"] > 0.1, "it has been learned before"
 
 
+async def test_a_kto_job_learns_from_answers_with_a_label(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"Word {n}:", "completion": " yes" if n % 2 else " no", "label": bool(n % 2)} for n in range(11)
+    ]
+    chat = {"prompt": [{"role": "user", "content": "Word?"}], "completion": [{"role": "assistant", "content": "yes"}]}
+    rows.append(chat | {"label": True})
+    async with serve_real(tmp_path) as api:
+        training = {"loss": {"type": "kto"}, "steps": 10, "batch_rows": 8, "learning_rate": 5e-3, "validation_rows": 2}
+        body = {"adapter": "polite", "data": rows, "lora": {"r": 4}, "training": training}
+        job = await api.answered(202, "POST", "/finetune", json=body)
+        assert (job["rows"], job["training"]["loss"]["desirable_weight"]) == (12, 1.0)
+        assert (await api.job_until(job["id"], "succeeded"))["result"] == "polite@1"
+        steps = [event["metrics"] for _, event in await api.events(job["id"]) if event["metrics"]]
+        assert steps[0]["loss"] == pytest.approx(0.5, abs=1e-3) and steps[-1]["loss"] < 0.49
+        assert steps[-1]["rewards"]["margin"] > steps[0]["rewards"]["margin"] == 0.0
+        body = {"adapter": "other", "data": ROWS, "training": {"loss": {"type": "kto"}}}
+        status, refused = await api.call("POST", "/finetune", json=body)
+        assert (status, refused["error"]["line"]) == (422, 1) and "the loss kto expects" in refused["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
