@@ -13,7 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.http.server import IdleCollection
+from coserve.api.http.server import Connections
 from coserve.core.garbage import (
     FULL_INTERVAL,
     IDLE,
@@ -106,7 +106,8 @@ def test_cycles_do_not_pile_up_under_a_load_without_end(quiet: None) -> None:
 def test_it_waits_for_a_pause_between_requests() -> None:
     async def main() -> None:
         interpreter = Interpreter()
-        middleware = IdleCollection(GarbageCollection(interpreter.collect, interpreter.count)).middleware
+        garbage = GarbageCollection(interpreter.collect, interpreter.count)
+        middleware = Connections(100, 1.0, garbage=garbage).middleware
 
         async def answer(seconds: float) -> None:
             async def handler(request: web.Request) -> web.StreamResponse:

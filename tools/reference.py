@@ -22,13 +22,13 @@ from typer.main import get_command
 
 from coserve import client
 from coserve.api.access.handlers import AdminApi
+from coserve.api.adapters.aliases import AliasApi
 from coserve.api.anthropic.handlers import AnthropicApi
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.route import ALWAYS, routes_of
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.metrics.vllm_names import vllm_names
-from coserve.api.native.aliases import AliasApi
 from coserve.api.native.handlers import NativeApi
 from coserve.api.openai.batches.handlers import BatchesApi
 from coserve.api.openai.files.handlers import FilesApi

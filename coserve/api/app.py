@@ -20,10 +20,9 @@ from coserve.api.http.openapi import describe_api
 from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route, tagged
 from coserve.api.http.security import Gate, finish_headers, guard, is_preflight
-from coserve.api.http.server import CappedRunner, Connections, IdleCollection, keep_waiting
+from coserve.api.http.server import CappedRunner, Connections, keep_waiting
 from coserve.api.http.sse import WRITE_TIMEOUT
 from coserve.api.http.uploads import UploadReader
-from coserve.api.native.aliases import AliasApi
 from coserve.api.native.handlers import NativeApi
 from coserve.api.openai.batches.handlers import BatchesApi, batch_answers
 from coserve.api.openai.batches.runner import BatchRunner
@@ -70,7 +69,7 @@ def make_app(
     batches = BatchRunner(BatchStore(service.folder.batches), service.files, answers, service.access.quotas.admit)
     described = tagged(
         {
-            "coserve": (native, AliasApi(service)),
+            "coserve": (native, service.aliases),
             "Web page": (PageApi(service.history, native.pointers),),
             "LoRAX and TGI": (tgi,),
             "OpenAI": (
@@ -103,8 +102,7 @@ def make_app(
         default = OPENAI_ERRORS if is_openai(request.path) else NATIVE_ERRORS
         return formats.get(request.match_info.route.name or "", default)
 
-    connections = Connections(config.max_connections, config.read_timeout, clock)
-    idle = IdleCollection(garbage or GarbageCollection.none())
+    connections = Connections(config.max_connections, config.read_timeout, clock, garbage)
 
     async def check(request: web.Request) -> None:
         gate.check(request)
@@ -114,7 +112,7 @@ def make_app(
 
     fixed = [route.path for route in routes if "{" not in route.path]
     guarded = guard(check, service.metrics.responded, format_of, lambda path: no_such_path(path, fixed))
-    app = web.Application(middlewares=[connections.middleware, idle.middleware, access.middleware, guarded])
+    app = web.Application(middlewares=[connections.middleware, access.middleware, guarded])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     app[WRITE_TIMEOUT] = config.read_timeout
     _add_routes(app, routes)

@@ -16,7 +16,7 @@ import msgspec
 
 from coserve import __version__
 from coserve.api.access.access import Access
-from coserve.api.adapters.aliases import Aliases
+from coserve.api.adapters.aliases import AliasApi
 from coserve.api.adapters.catalog import AdapterCatalog
 from coserve.api.adapters.conversion import Conversions
 from coserve.api.adapters.scrub import Scrub
@@ -114,7 +114,7 @@ class Service:
         self.sessions = TrainingSessions(node)
         self.jobs = JobManager(node, self._preparers, self.recorder, self.stopping, documents)
         self.adapters = AdapterCatalog(node, self._preparers, self.generation.in_use)
-        self.aliases = Aliases(node)
+        self.aliases = AliasApi(node)
         self.scrub = Scrub(node)
         converters = HelperPool(tokenizer.state, 1, config.logs, max_memory=0)
         self.conversions = Conversions(node, converters, self.adapters, self.jobs.submit)

@@ -40,10 +40,19 @@ READ_SIZE: Final = 8 << 10
 
 class Connections:
     """Counts connections; at most `limit` of them are served. `timeout`: seconds that sent bytes may stay
-    unacknowledged (TCP_USER_TIMEOUT); `clock` returns seconds."""
+    unacknowledged (TCP_USER_TIMEOUT); `clock` returns seconds; a full collection of `garbage`, which blocks the event
+    loop, runs once no request was in progress for `IDLE` seconds."""
 
-    def __init__(self, limit: int, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limit: int,
+        timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+        garbage: GarbageCollection | None = None,
+    ) -> None:
         self._limit, self._timeout, self._clock = limit, timeout, clock
+        self._garbage = garbage or GarbageCollection.none()
+        self._collection: asyncio.TimerHandle | None = None
         self._accepted: set[web.RequestHandler] = set()
         """Accepted in this event-loop iteration; they have no transport yet."""
         self._idle: dict[web.RequestHandler, float] = {}
@@ -102,6 +111,9 @@ class Connections:
         self._accepted.discard(connection)
         self._idle.pop(connection, None)
         self._busy.add(connection)
+        if self._collection is not None:
+            self._collection.cancel()
+            self._collection = None
         self._set_limits(request.transport)
         try:
             response = await handler(request)
@@ -112,6 +124,9 @@ class Connections:
         finally:
             self._busy.discard(connection)
             self._idle[connection] = self._clock()
+            self._garbage.while_busy()
+            if not self._busy and self._garbage.full_due:
+                self._collection = asyncio.get_running_loop().call_later(IDLE, self._garbage.collect_all)
         return response
 
     def _set_limits(self, transport: asyncio.Transport | None) -> None:
@@ -197,27 +212,3 @@ def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[async
             loop.default_exception_handler(context)
 
     return handle
-
-
-class IdleCollection:
-    """Runs a full garbage collection, which blocks the event loop, once no request was in progress for `IDLE`
-    seconds."""
-
-    def __init__(self, garbage: GarbageCollection) -> None:
-        self._garbage = garbage
-        self._requests = 0
-        self._timer: asyncio.TimerHandle | None = None
-
-    @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self._requests += 1
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        try:
-            return await handler(request)
-        finally:
-            self._requests -= 1
-            self._garbage.while_busy()
-            if not self._requests and self._garbage.full_due:
-                self._timer = asyncio.get_running_loop().call_later(IDLE, self._garbage.collect_all)

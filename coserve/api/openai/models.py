@@ -3,12 +3,13 @@ their own names (`openai.names`)."""
 
 from __future__ import annotations
 
+import sys
+
 from coserve.api.openai.names import PREFIX, model_name
 from coserve.api.openai.requests import adapter_of
 from coserve.api.openai.schemas import DeletedModel, Model, ModelList
 from coserve.api.service import Service
 from coserve.core.errors import AdapterNotFound, InvalidRequest
-from coserve.core.limits import PAGE_LIMIT
 from coserve.core.names import split_ref
 from coserve.core.schemas.adapters import Adapter
 from coserve.core.types import AdapterRef, BaseSpec
@@ -33,19 +34,10 @@ async def list_models(service: Service) -> ModelList:
     """Return the base, the current version of each adapter, and the target of each alias. Raises `EngineUnavailable`
     before the first engine."""
     spec = service.engine.spec
-    models = [_base(spec, service.started_at)]
-    after: str | None = None
-    while True:
-        page = await service.adapters.list(after, PAGE_LIMIT)
-        models += [
-            _adapter(_name(found, spec), found, spec)
-            for found in page.data
-            if found.base_fingerprint == spec.fingerprint
-        ]
-        if not page.has_more:
-            break
-        after = page.data[-1].id
-    for alias in (await service.aliases.list()).data:
+    every = (await service.adapters.list(None, sys.maxsize)).data
+    own = [_adapter(_name(found, spec), found, spec) for found in every if found.base_fingerprint == spec.fingerprint]
+    models = [_base(spec, service.started_at), *own]
+    for alias in (await service.aliases.list_aliases()).data:
         found = await service.adapters.get(*split_ref(alias.target))
         if found.base_fingerprint == spec.fingerprint:
             models.append(_adapter(alias.name, found, spec))
@@ -64,7 +56,7 @@ async def get_model(service: Service, id: str) -> Model:
         if "@" in name:
             raise
         try:
-            alias = await service.aliases.get(name)
+            alias = await service.aliases.get_alias(name)
         except AdapterNotFound:
             raise error from None
         adapter = await service.adapters.get(*split_ref(alias.target))

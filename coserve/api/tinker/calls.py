@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from coserve.api.tinker.wire import TinkerDatum, decode_forward_backward, encode_forward_backward
+from coserve.api.tinker.wire import Array, config_of, data_of, encode_forward_backward, parsed_request
 from coserve.core.errors import InvalidRequest
 from coserve.core.training.schemas import Compute
 from coserve.data.corpus.batch import Example, examples_out
@@ -39,30 +39,28 @@ class DecodedCall(msgspec.Struct, frozen=True):
 
 def decode_call(body: bytes) -> DecodedCall:
     """Decode a request. Raises `InvalidRequest` for what is no such message."""
-    call = decode_forward_backward(body)
-    examples, shapes, error = list[Example](), list[list[int]](), call.error
+    request, config, examples, error = parsed_request(body), dict[str, float](), list[Example](), None
     try:
-        if error is None:
-            examples = [_example(number, datum) for number, datum in enumerate(call.data)]
-            shapes = [list(datum.inputs["target_tokens"].shape) for datum in call.data]
+        config = config_of(request)
+        examples = [_example(number, *datum) for number, datum in enumerate(data_of(request))]
     except InvalidRequest as wrong:
-        error = wrong
-    compute = Compute(examples_out(examples), call.loss, call.config, call.learns)
-    return DecodedCall(call.model_id, call.seq_id, compute, shapes, None if error is None else failure_of(error))
+        error = failure_of(wrong)
+    compute = Compute(examples_out(examples), request.loss_fn, config, not request.forward_only)
+    shapes = [list(example.labels_K.shape) for example in examples]
+    return DecodedCall(request.model_id, request.seq_id, compute, shapes, error)
 
 
-def _example(number: int, datum: TinkerDatum) -> Example:
-    given: dict[str, Any] = dict(datum.inputs)
+def _example(number: int, tokens: Array, given: dict[str, Array]) -> Example:
     labels = given.pop("target_tokens", None)
-    if labels is None or len(labels) != len(datum.tokens):
+    if labels is None or len(labels) != len(tokens):
         got = "none" if labels is None else len(labels)
-        raise InvalidRequest(f"datum {number}: expected {len(datum.tokens)} target_tokens, got {got}", field="data")
+        raise InvalidRequest(f"datum {number}: expected {len(tokens)} target_tokens, got {got}", field="data")
     if unknown := given.keys() - INPUTS.keys():
         known = ", ".join(("target_tokens", *INPUTS))
         raise InvalidRequest(f"datum {number}: expected {known}, got {min(unknown)[:80]!r}", field="data")
-    values = {INPUTS[name]: array.astype(np.float32) for name, array in given.items()}
-    tokens, after = datum.tokens.astype(np.int32), np.arange(len(labels))
-    return Example(tokens, after, np.ascontiguousarray(labels.astype(np.int64)), **values)
+    values: dict[str, Any] = {INPUTS[name]: array.astype(np.float32) for name, array in given.items()}
+    after = np.arange(len(labels))
+    return Example(tokens.astype(np.int32), after, np.ascontiguousarray(labels.astype(np.int64)), **values)
 
 
 def output_of(shapes: list[list[int]], values: bytes, metrics: dict[str, float]) -> bytes:

@@ -97,27 +97,6 @@ def _classes() -> Mapping[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class TinkerDatum:
-    """One datum: its tokens (N), and the arrays of its `loss_fn_inputs`."""
-
-    tokens: Array
-    inputs: Mapping[str, Array]
-
-
-@dataclass(frozen=True)
-class ForwardBackward:
-    """A `ForwardBackwardRequest`. `error`: why its data is invalid; the request still takes its turn."""
-
-    model_id: str
-    seq_id: int
-    loss: str
-    config: dict[str, float]
-    learns: bool
-    data: tuple[TinkerDatum, ...]
-    error: InvalidRequest | None
-
-
 def expanded(body: bytes, encoding: str) -> bytes:
     """Return a body without its `Content-Encoding`: none, or zstd. Raises `UnsupportedEncoding`, `InvalidRequest`."""
     if not encoding:
@@ -138,41 +117,42 @@ def expanded(body: bytes, encoding: str) -> bytes:
     return found
 
 
-def decode_forward_backward(body: bytes) -> ForwardBackward:
-    """Decode a request, on any thread. Raises `InvalidRequest` for what is no such message."""
+def parsed_request(body: bytes) -> Any:  # noqa: ANN401
+    """Return a `ForwardBackwardRequest`, on any thread. Raises `InvalidRequest` for what is no such message."""
     from google.protobuf.message import DecodeError
 
     try:
-        message = _message("ForwardBackwardRequest").FromString(body)
+        return _message("ForwardBackwardRequest").FromString(body)
     except DecodeError:
         raise InvalidRequest("the body is no ForwardBackwardRequest") from None
-    config = {option.key: option.value for option in message.loss_fn_config}
-    data, error = tuple[TinkerDatum, ...](), None
-    try:
-        for option in message.loss_fn_config_v2:
-            if option.value.text:
-                raise InvalidRequest(f"expected a number, got {option.value.text[:80]!r}", field=option.key[:80])
-            config[option.key] = option.value.number
-        sparse = [
-            each.value for datum in message.data for each in datum.loss_fn_inputs if each.value.HasField("sparse_csr")
-        ]
-        if sum(abs(math.prod(tensor.shape)) for tensor in sparse) > MAX_DENSE:
-            raise InvalidRequest(f"expected at most {MAX_DENSE} entries of sparse arrays", field="data")
-        data = tuple([_datum(datum) for datum in message.data])
-    except InvalidRequest as wrong:
-        error = wrong
-    learns = not message.forward_only
-    return ForwardBackward(message.model_id, message.seq_id, message.loss_fn, config, learns, data, error)
 
 
-def _datum(message: Any) -> TinkerDatum:  # noqa: ANN401
+def config_of(request: Any) -> dict[str, float]:  # noqa: ANN401
+    """Return the settings of a request's loss. Raises `InvalidRequest`."""
+    config = {option.key: option.value for option in request.loss_fn_config}
+    for option in request.loss_fn_config_v2:
+        if option.value.text:
+            raise InvalidRequest(f"expected a number, got {option.value.text[:80]!r}", field=option.key[:80])
+        config[option.key] = option.value.number
+    return config
+
+
+def data_of(request: Any) -> list[tuple[Array, dict[str, Array]]]:  # noqa: ANN401
+    """Return the tokens (N) of each datum, and the arrays of its `loss_fn_inputs`. Raises `InvalidRequest`."""
+    inputs = [each.value for datum in request.data for each in datum.loss_fn_inputs]
+    if sum(abs(math.prod(tensor.shape)) for tensor in inputs if tensor.HasField("sparse_csr")) > MAX_DENSE:
+        raise InvalidRequest(f"expected at most {MAX_DENSE} entries of sparse arrays", field="data")
+    return [_datum(datum) for datum in request.data]
+
+
+def _datum(message: Any) -> tuple[Array, dict[str, Array]]:  # noqa: ANN401
     parts = []
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
             raise InvalidRequest("expected chunks of tokens: images and audio are not supported", field="model_input")
         parts.append(_array(chunk.encoded_text.tokens, np.int32, "model_input"))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-    return TinkerDatum(tokens, {each.key: _tensor(each.value, each.key) for each in message.loss_fn_inputs})
+    return tokens, {each.key: _tensor(each.value, each.key) for each in message.loss_fn_inputs}
 
 
 def _tensor(message: Any, name: str) -> Array:  # noqa: ANN401

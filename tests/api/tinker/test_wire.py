@@ -12,7 +12,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from zstandard import ZstdCompressor
 
 from coserve.api.tinker.calls import decode_call
-from coserve.api.tinker.wire import Sampled, decode_forward_backward, encode_forward_backward, encode_samples, expanded
+from coserve.api.tinker.wire import Sampled, encode_forward_backward, encode_samples, expanded
 from coserve.core.errors import InvalidRequest, UnsupportedEncoding
 from coserve.data.corpus.batch import examples_in
 from coserve.data.offload.protocol import error_of
@@ -49,19 +49,20 @@ def encoded(data: list[types.Datum], **config: float | str) -> bytes:
 @given(lengths=LENGTHS, candidates=st.sampled_from([None, 1, 3]), beta=st.floats(0, 1, width=32))
 def test_requests_of_the_sdk_are_read(lengths: list[int], candidates: int | None, beta: float) -> None:
     data = [datum(length, candidates) for length in lengths]
-    found = decode_forward_backward(encoded(data, beta=beta))
-    assert (found.model_id, found.seq_id, found.loss, found.learns) == ("m:train:0", 3, "ppo", True)
-    assert found.config == {"beta": beta}
-    for ours, theirs in zip(found.data, data, strict=True):
-        assert ours.tokens.tolist() == theirs.model_input.to_ints()
-        for name, values in theirs.loss_fn_inputs.items():
-            np.testing.assert_array_equal(ours.inputs[name], values.to_numpy())
+    found = decode_call(encoded(data, beta=beta))
+    compute = found.compute
+    assert (found.model_id, found.seq_id, compute.loss, compute.learns) == ("m:train:0", 3, "ppo", True)
+    assert found.error is None and compute.config == {"beta": beta}
+    for ours, theirs in zip(examples_in(compute.batch), data, strict=True):
+        assert ours.tokens_N.tolist() == theirs.model_input.to_ints()
+        np.testing.assert_array_equal(ours.labels_K, theirs.loss_fn_inputs["target_tokens"].to_numpy())
+        np.testing.assert_array_equal(ours.weights_K, theirs.loss_fn_inputs["weights"].to_numpy())
 
 
 def test_sparse_arrays_are_read() -> None:
     theirs = datum(3, 2, sparse=True)
-    (ours,) = decode_forward_backward(encoded([theirs])).data
-    np.testing.assert_array_equal(ours.inputs["weights"], theirs.loss_fn_inputs["weights"].to_numpy())
+    (ours,) = examples_in(decode_call(encoded([theirs])).compute.batch)
+    np.testing.assert_array_equal(ours.weights_K, theirs.loss_fn_inputs["weights"].to_numpy())
 
 
 def test_a_call_has_the_shape_of_the_engine() -> None:
@@ -105,7 +106,7 @@ def test_what_cannot_be_computed_is_refused_by_name(
 
 def test_a_body_that_is_something_else_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no ForwardBackwardRequest"):
-        decode_forward_backward(b"\xff\xff")
+        decode_call(b"\xff\xff")
 
 
 def test_bodies_may_be_compressed() -> None:
@@ -141,7 +142,8 @@ def test_the_sdk_reads_samples() -> None:
 def test_sparse_arrays_do_not_expand_without_bound() -> None:
     wide = types.TensorData([1.0], "float32", [1, 1 << 23], sparse_crow_indices=[0, 1], sparse_col_indices=[5])
     one = types.Datum(model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"weights": wide})
-    assert decode_forward_backward(encoded([one])).error is None
+    alone = decode_call(encoded([one])).error
+    assert alone is not None and "target_tokens, got none" in error_of(alone).message
     refused = decode_call(encoded([one] * 3)).error
     assert refused is not None and "entries of sparse arrays" in error_of(refused).message
 
