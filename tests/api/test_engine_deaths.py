@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from coserve.api.jobs.deaths import MAX_DEATHS
+from coserve.api.jobs.manager import MAX_DEATHS
 from coserve.client import AsyncClient
 from coserve.core.errors import EngineCrashed
 from coserve.core.link.jobs import JobProgress, StartJob

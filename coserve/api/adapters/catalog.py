@@ -12,16 +12,14 @@ import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from coserve.api.adapters.expiry import Expiry
 from coserve.api.adapters.filters import EVERY, AdapterFilter
 from coserve.api.adapters.in_use import AdaptersInUse
-from coserve.api.adapters.inspection import Inspection
+from coserve.api.adapters.inspection import Inspection, refuse_too_large
 from coserve.api.adapters.lookup import find_adapter
-from coserve.api.adapters.size import refuse_too_large
 from coserve.api.http.parsing import local_path
 from coserve.api.node import Node
 from coserve.core.cancellation import Commits, keep_task, uncancelled
@@ -47,28 +45,15 @@ Forget = Callable[[Registry], tuple[list[AdapterRef], int | None]]
 """Deletes registry rows of one name. Returns the deleted versions, and the name's current version afterwards."""
 
 
-@dataclass(frozen=True)
 class Facts:
-    """Facts that the registry has of a version besides its record."""
-
-    labels: Labels
-    pinned: bool
-    aliases: tuple[str, ...]
-
-
-class FactsReader:
-    """Facts of many versions in one snapshot of the registry."""
+    """Facts that the registry has of versions besides their records, in one snapshot of it."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry, self._pins = registry, registry.pins()
-        self._aliases = dict[AdapterRef, list[str]]()
+        self.labels, self.newest, self.pins = registry.labels, registry.newest_version, registry.pins()
+        self.aliases = dict[AdapterRef, list[str]]()
         for alias in registry.aliases():
-            for ref in {alias.target, alias.canary or alias.target}:
-                self._aliases.setdefault(ref, []).append(alias.name)
-
-    def of(self, ref: AdapterRef) -> Facts:
-        aliases = tuple(self._aliases.get(ref, ()))
-        return Facts(self._registry.labels(ref.id), ref in self._pins, aliases)
+            for ref in {*alias.refs}:
+                self.aliases.setdefault(ref, []).append(alias.name)
 
 
 class AdapterCatalog:
@@ -138,8 +123,7 @@ class AdapterCatalog:
         # The engine packs the files, so that the first request finds them in memory.
         self._engine.offer(PrefetchAdapter(ref=record.ref, digests=record.digests))
         failpoint("api.before_reply")
-        facts = await self._registry.read(lambda registry: FactsReader(registry).of(record.ref))
-        return self._view(record, record.ref.version, facts=facts)
+        return await self._registry.read(lambda registry: self._view(record, Facts(registry)))
 
     # ---- load and unload, as vLLM does
 
@@ -199,14 +183,9 @@ class AdapterCatalog:
     # ---- show
 
     def _view(
-        self,
-        record: AdapterRecord,
-        newest: int,
-        versions: list[int] | None = None,
-        *,
-        current: bool = True,
-        facts: Facts,
+        self, record: AdapterRecord, facts: Facts, versions: list[int] | None = None, *, current: bool = True
     ) -> Adapter:
+        labels = facts.labels(record.ref.id)
         return Adapter(
             id=record.ref.id,
             version=record.ref.version,
@@ -223,15 +202,15 @@ class AdapterCatalog:
             resident=record.ref in self._engine.residents,
             versions=versions,
             current=current,
-            newest=newest,
+            newest=facts.newest(record.ref.id),
             bd_blocks=record.bd_blocks,
             cartridge=record.cartridge,
             prefix_tokens=record.prefix,
             parent=record.parent,
-            tags=facts.labels.tags,
-            expires_at=facts.labels.expires_at,
-            pinned=facts.pinned,
-            aliases=facts.aliases,
+            tags=labels.tags,
+            expires_at=labels.expires_at,
+            pinned=record.ref in facts.pins,
+            aliases=tuple(facts.aliases.get(record.ref, ())),
             corpus_digest=record.corpus_digest,
         )
 
@@ -243,8 +222,7 @@ class AdapterCatalog:
                 record = registry.adapter(name, version)
                 versions = [each.ref.version for each in registry.versions(name)]
                 current = record.ref.version == registry.current_version(name)
-                facts = FactsReader(registry).of(record.ref)
-            return self._view(record, versions[-1], versions, current=current, facts=facts)
+                return self._view(record, Facts(registry), versions, current=current)
 
         return await self._registry.read(find)
 
@@ -302,11 +280,8 @@ class AdapterCatalog:
                 own = [each for each in records if chosen.accepts(each, resident, registry.labels(each.ref.id).tags)]
                 if not own:
                     return [], last
-                facts = FactsReader(registry)
-                return [
-                    self._view(record, registry.newest_version(record.ref.id), facts=facts.of(record.ref))
-                    for record in own[: limit + 1 - len(found)]
-                ], last
+                facts = Facts(registry)
+                return [self._view(record, facts) for record in own[: limit + 1 - len(found)]], last
 
         more = True
         while more and len(found) <= limit:

@@ -9,7 +9,10 @@ import asyncio
 import os
 from pathlib import Path
 
+from coserve.admission.pool import check_can_be_served
+from coserve.config import Config
 from coserve.core.errors import CoserveError, StorageError
+from coserve.core.gpu_memory import PoolShape
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
 from coserve.data.offload.pool import HelperPool
@@ -54,6 +57,22 @@ def record(
 ) -> AdapterRecord:
     """Helper task of `Inspection.record`."""
     return record_adapter(Path(folder), ref, base, source=source, created_at=created_at, progress=context.progress)
+
+
+async def refuse_too_large(
+    adapter: str, settings: LoraSettings, base: BaseSpec, pool: PoolShape, config: Config, *, field: str | None
+) -> None:
+    """Run `check_can_be_served` off the event loop: settings may have a pattern for each of hundreds of sites."""
+    await asyncio.to_thread(
+        check_can_be_served,
+        adapter,
+        settings,
+        base,
+        pool,
+        ranks=config.tp,
+        fully_sharded=config.lora_sharding == "slora",
+        field=field,
+    )
 
 
 def _json_bytes(folder: Path) -> int:

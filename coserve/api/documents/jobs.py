@@ -14,8 +14,8 @@ from coserve.api.documents.asking import Asker
 from coserve.api.documents.evaluation import Evaluation
 from coserve.api.documents.teaching import Lessons, Teaching
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
-from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.recorder import JobRecorder
+from coserve.api.jobs.sampling import act_as_owner
 from coserve.api.node import Node
 from coserve.core.cancellation import cancel_all
 from coserve.core.errors import (

@@ -15,7 +15,6 @@ from coserve.api.adapters.inspection import Inspection
 from coserve.api.documents.jobs import DocumentJobs
 from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
-from coserve.api.jobs.deaths import ENGINE_CRASHED, MAX_DEATHS, Deaths
 from coserve.api.jobs.evaluation import JobTest
 from coserve.api.jobs.idempotency import KEY, IdempotencyKeys, check_same_request, request_digests
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
@@ -28,10 +27,19 @@ from coserve.api.node import Node
 from coserve.api.stopping import Stopping
 from coserve.core.access.principal import idempotency_key, principal
 from coserve.core.cancellation import Commits, cancel_all, keep_task
-from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, QuotaExceeded, WrongJobState
+from coserve.core.errors import (
+    CoserveError,
+    EngineCrashed,
+    EngineUnavailable,
+    InvalidRequest,
+    QueueFull,
+    QuotaExceeded,
+    WrongJobState,
+)
 from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.core.schemas.documents import DocumentJob
 from coserve.core.schemas.jobs import DeletedJob, FinetuneRequest, Job, JobList
+from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenized import Corpus
@@ -44,6 +52,14 @@ from coserve.state.registry.records import JobOrigin, JobRecord
 from coserve.state.registry.registry import Registry
 
 log = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+"""A job is paused after this many engines in a row died while it ran, if it made no progress in between."""
+ENGINE_CRASHED = ErrorInfo(
+    code=EngineCrashed.code,
+    message=f"the engine died {MAX_DEATHS} times while this job trained, and no step was new in between; "
+    "resume it to try again",
+)
 
 ANSWER_SECONDS = 30.0
 """Most seconds that a pause or a cancellation waits for the engine."""
@@ -66,7 +82,9 @@ class JobManager:
         self.views = JobViews(node.registry, recorder)
         self._started: set[str] = set()
         """Ids of jobs sent to the current engine."""
-        self._deaths: dict[str, Deaths] = {}
+        self._deaths: dict[str, tuple[int, int]] = {}
+        """For each job: how many engines in a row died while it ran, since it first reached its furthest step, and that
+        step."""
         self._wanted: dict[str, JobState] = {}
         """States that users requested and the engine has not reported yet; the next engine gets them too."""
         self._changes = asyncio.Lock()
@@ -100,7 +118,7 @@ class JobManager:
             records = await retries.run(what, lambda: self._registry.with_reserve(partial(self._requeue, died)))
             left = {record.spec.id for record in records}
             # Last, because an engine that dies meanwhile cancels this without having run the jobs.
-            self._deaths = {id: deaths for id, deaths in died.items() if id in left and deaths.count < MAX_DEATHS}
+            self._deaths = {id: deaths for id, deaths in died.items() if id in left and deaths[0] < MAX_DEATHS}
             open_link()
             self._wanted = {id: wanted for id, wanted in self._wanted.items() if id in left}
             self._started.clear()
@@ -111,12 +129,14 @@ class JobManager:
                     await self._start_if_possible(record)
         self._recorder.watchers.notify_all()
 
-    def _died(self, record: JobRecord) -> Deaths:
-        """Return the job's engine deaths, now that one more engine has died."""
-        deaths = self._deaths.get(record.spec.id, Deaths())
-        return deaths.one_more(record.step) if record.state is JobState.RUNNING else deaths
+    def _died(self, record: JobRecord) -> tuple[int, int]:
+        """Return the job's entry in `_deaths`, now that one more engine has died."""
+        count, step = self._deaths.get(record.spec.id, (0, -1))
+        if record.state is not JobState.RUNNING:
+            return count, step
+        return (1, record.step) if record.step > step else (count + 1, step)
 
-    def _requeue(self, died: Mapping[str, Deaths], registry: Registry) -> list[JobRecord]:
+    def _requeue(self, died: Mapping[str, tuple[int, int]], registry: Registry) -> list[JobRecord]:
         """Return the jobs that the new engine gets, in their new states."""
         kept = []
         for record in registry.unfinished():
@@ -127,7 +147,7 @@ class JobManager:
             if wanted is not None and record.state.can_become(wanted):
                 record = registry.set_state(id, wanted)
             elif record.state is JobState.RUNNING:
-                if died[id].count >= MAX_DEATHS:
+                if died[id][0] >= MAX_DEATHS:
                     record = registry.set_state(id, JobState.PAUSED, error=ENGINE_CRASHED)
                 else:
                     record = registry.set_state(

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 
 from coserve.api.generation.full_response import collect_native
 from coserve.api.generation.in_flight import InFlightRequests
-from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.progress import JobSample, Progress
 from coserve.api.node import Node
+from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.cancellation import cancel_all
 from coserve.core.errors import CoserveError, EngineUnavailable
 from coserve.core.link.jobs import JobNote, JobSnapshot, SnapshotDone
@@ -22,6 +22,7 @@ from coserve.core.training.settings import TrainingRequest
 from coserve.state.registry.missing_samples import without_samples
 from coserve.state.registry.records import JobRecord
 from coserve.state.registry.registry import Registry
+from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,12 @@ class JobSampler:
         sample = Sample(step=snapshot.step, prompt=index, text=choice.text, finish_reason=choice.finish_reason)
         self._record(JobSample(snapshot.id, sample))
         return True
+
+
+async def act_as_owner(registry: RegistryThread, job: str) -> None:
+    """Let the running task act for the project of a job. Raises `JobNotFound`."""
+    project = await registry(lambda registry: registry.project_of_job(job))
+    act_as(Principal(project, frozenset({Scope.TRAIN, Scope.GENERATE})))
 
 
 def sample_request(training: TrainingRequest, prompt: str | tuple[ChatMessage, ...]) -> GenerateRequest:

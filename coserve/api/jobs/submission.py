@@ -19,9 +19,8 @@ from coserve.admission.memory import check_fits
 from coserve.admission.optimizers import check_optimizer
 from coserve.admission.ranks import check_ranks
 from coserve.api.adapters.catalog import refuse_base_name
-from coserve.api.adapters.inspection import Inspection
+from coserve.api.adapters.inspection import Inspection, refuse_too_large
 from coserve.api.adapters.lookup import find_adapter
-from coserve.api.adapters.size import refuse_too_large
 from coserve.api.documents.submission import CheckedDocument, DocumentSubmission
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import TypeVar
+from operator import add
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,14 +15,10 @@ from coserve.api.metrics.vllm_names import VllmNames
 from coserve.core.gpu_memory import USES, MemoryUse
 from coserve.core.health import RankInfo
 from coserve.core.link.engine import EngineWarming
-from coserve.core.link.stats import STALL_BUCKETS, EngineStats, StallCounts, StepCounts
+from coserve.core.link.stats import STALL_BUCKETS, EngineStats
 from coserve.core.training.jobs import JobState
-from coserve.core.training.step_metrics import LoadSeconds
 from coserve.core.types import FinishReason
 
-K = TypeVar("K")
-T = TypeVar("T")
-CountT = TypeVar("CountT", StepCounts, LoadSeconds)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 
@@ -254,15 +249,28 @@ _STEP_SECONDS = (
 )
 
 
-def counted(
-    what: str, text: str, of_seconds: str, counts: dict[tuple[str, ...], CountT], *labels: str
-) -> Iterable[Metric]:
+Counts = dict[tuple[str, ...], tuple[float, ...]]
+"""Numbers that only grow, by their metric and the values of its labels."""
+
+
+def counts_of(stats: EngineStats) -> Counts:
+    totals: Counts = {(name,): (value(stats),) for name, _, value in _TOTALS}
+    stalls: Counts = {("engine_stall", each.cause): (each.seconds, *each.buckets) for each in stats.stalls}
+    steps: Counts = {
+        ("generation_step", each.kind, str(each.overlapped).lower()): (each.count, each.seconds) for each in stats.steps
+    }
+    loads: Counts = {("adapter_load", each.cause): (each.count, each.seconds) for each in stats.loads}
+    return totals | stalls | steps | loads
+
+
+def counted(what: str, text: str, of_seconds: str, counts: Counts, *labels: str) -> Iterable[Metric]:
     """Return two counters of `what`, by the values of their labels: how many, and their seconds."""
     number = CounterMetricFamily(f"coserve_{what}s", text, labels=labels)
     seconds = CounterMetricFamily(f"coserve_{what}_seconds", of_seconds, labels=labels)
-    for values, each in counts.items():
-        number.add_metric(values, each.count)
-        seconds.add_metric(values, each.seconds)
+    for (name, *values), each in counts.items():
+        if name == what:
+            number.add_metric(values, each[0])
+            seconds.add_metric(values, each[1])
     return number, seconds
 
 
@@ -272,34 +280,18 @@ class EngineGauges(Collector):
 
     def __init__(self) -> None:
         self._stats: EngineStats | None = None
-        self._before = (0.0,) * len(_TOTALS)
-        self._stalls_before: dict[str, StallCounts] = {}
-        self._steps_before: dict[tuple[str, ...], StepCounts] = {}
-        self._loads_before: dict[tuple[str, ...], LoadSeconds] = {}
+        self._before: Counts = {}
 
     def report(self, stats: EngineStats | None) -> None:
         """Store a report; None: the engine ended."""
         if stats is None:
-            self._before, self._stalls_before, self._steps_before = self._totals(), self._stalls(), self._steps()
-            self._loads_before = self._loads()
+            self._before = self._counts()
         self._stats = stats
 
-    def _totals(self) -> tuple[float, ...]:
-        now = [0.0 if self._stats is None else float(value(self._stats)) for _, _, value in _TOTALS]
-        return tuple(before + since for before, since in zip(self._before, now, strict=True))
-
-    def _stalls(self) -> dict[str, StallCounts]:
-        now = () if self._stats is None else self._stats.stalls
-        return _added(self._stalls_before, {each.cause: each for each in now}, _longer)
-
-    def _steps(self) -> dict[tuple[str, ...], StepCounts]:
-        """Steps by kind, and by whether training was computed in them."""
-        now = () if self._stats is None else self._stats.steps
-        return _added(self._steps_before, {(each.kind, str(each.overlapped).lower()): each for each in now}, _more)
-
-    def _loads(self) -> dict[tuple[str, ...], LoadSeconds]:
-        now = () if self._stats is None else self._stats.loads
-        return _added(self._loads_before, {(each.cause,): each for each in now}, _more)
+    def _counts(self) -> Counts:
+        now = {} if self._stats is None else counts_of(self._stats)
+        sums = {key: tuple(map(add, self._before.get(key, (0.0,) * len(each)), each)) for key, each in now.items()}
+        return self._before | sums
 
     def collect(self) -> Iterable[Metric]:
         s = self._stats
@@ -338,31 +330,18 @@ class EngineGauges(Collector):
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"coserve_{name}", text, value=value)
         yield from gpu_memory(s.memory if s else None)
-        for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
-            yield CounterMetricFamily(f"coserve_{name}", text, value=total)
-        yield from counted("generation_step", _STEPS, _STEP_SECONDS, self._steps(), "kind", "beside_training")
-        yield from counted("adapter_load", _LOADS, "Seconds that adapter loads spent, by cause", self._loads(), "cause")
+        counts = self._counts()
+        for name, text, _ in _TOTALS:
+            yield CounterMetricFamily(f"coserve_{name}", text, value=counts.get((name,), (0.0,))[0])
+        yield from counted("generation_step", _STEPS, _STEP_SECONDS, counts, "kind", "beside_training")
+        yield from counted("adapter_load", _LOADS, "Seconds that adapter loads spent, by cause", counts, "cause")
         stalls = HistogramMetricFamily(
             "coserve_engine_stall_seconds",
             "Time between two moments at which a generation step can begin, while requests waited or ran, by cause",
             labels=["cause"],
         )
-        for cause, counts in self._stalls().items():
-            bounds = (*map(str, STALL_BUCKETS), "+Inf")
-            buckets = list(zip(bounds, map(float, accumulate(counts.buckets)), strict=True))
-            stalls.add_metric([cause], buckets, counts.seconds)
+        bounds = (*map(str, STALL_BUCKETS), "+Inf")
+        for (name, *cause), (seconds, *buckets) in counts.items():
+            if name == "engine_stall":
+                stalls.add_metric(cause, list(zip(bounds, accumulate(buckets), strict=True)), seconds)
         yield stalls
-
-
-def _added(before: dict[K, T], now: dict[K, T], add: Callable[[T, T], T]) -> dict[K, T]:
-    """Return the sums of the counts that both have, and the other counts as they are."""
-    return before | {key: add(before[key], new) if key in before else new for key, new in now.items()}
-
-
-def _longer(old: StallCounts, new: StallCounts) -> StallCounts:
-    buckets = tuple(a + b for a, b in zip(old.buckets, new.buckets, strict=True))
-    return StallCounts(cause=new.cause, seconds=old.seconds + new.seconds, buckets=buckets)
-
-
-def _more(old: CountT, new: CountT) -> CountT:
-    return msgspec.structs.replace(new, count=old.count + new.count, seconds=old.seconds + new.seconds)

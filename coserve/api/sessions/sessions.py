@@ -9,7 +9,7 @@ from functools import partial
 from coserve.admission.ends import NO_SESSIONS, learns_ends
 from coserve.admission.memory import check_fits
 from coserve.api.adapters.catalog import refuse_base_name
-from coserve.api.adapters.size import refuse_too_large
+from coserve.api.adapters.inspection import refuse_too_large
 from coserve.api.node import Node
 from coserve.api.sessions.session import ClientSession
 from coserve.core import errors

@@ -290,10 +290,10 @@ class AdapterTable(NameTable, JobTable):
         row = self._db.execute("SELECT version FROM current_versions WHERE id = ?", (id,)).fetchone()
         return None if row is None or not self._sees(id) else int(row[0])
 
-    def newest_version(self, id: str) -> int:
-        """The newest version of an adapter that has one."""
-        (version,) = self._db.execute("SELECT max(version) FROM adapters WHERE id = ?", (id,)).fetchone()
-        return int(version)
+    def newest_version(self, id: str) -> int | None:
+        """The newest version of an adapter; None if it has none."""
+        row: tuple[int | None] = self._db.execute("SELECT max(version) FROM adapters WHERE id = ?", (id,)).fetchone()
+        return row[0]
 
     def adapters(self, *, after: str | None = None, limit: int = 100, search: str = "") -> list[AdapterRecord]:
         """The current version of each adapter whose name contains `search`, in any case; by name, after `after`."""
