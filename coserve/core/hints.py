@@ -136,7 +136,8 @@ OTHER_WAYS = {
     "the fields of training have all settings of optimizers and schedules": (
         "optim_args optim_target_modules lr_scheduler_kwargs"
     ),
-    "training.loss has its settings: type, loss_type, beta, gamma, label_smoothing and sft_weight": (
+    "training.loss has its settings: type, loss_type, beta, gamma, label_smoothing, sft_weight, "
+    "desirable_weight and undesirable_weight": (
         "loss_weights rpo_alpha simpo_gamma cpo_alpha dpo_beta dpo_label_smoothing pref_loss pref_beta pref_ftx "
         "kto_*_weight"
     ),

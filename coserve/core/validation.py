@@ -62,13 +62,13 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
             return UnknownField(f"unknown field {name[:80]!r}{suggestion}", field=field[:MAX_FIELD])
     if message.startswith("Invalid enum value"):
         found_value = _at(value, path)
-        known = alternatives(type, path)
+        known = alternatives(type, path, value)
         meant = value_hint(path, found_value) or near_miss(str(found_value)[:80].lower(), known)
         listed = " or ".join(known) if "a number" in known else f"one of {', '.join(known)}"
         message = f"expected {listed}{_got(found_value)}{meant}"
         return InvalidRequest(message, field=path[:MAX_FIELD] or None)
     if message.startswith("Invalid value "):  # of the field that tells structs apart
-        tag, known = _at(value, path), alternatives(type, path)
+        tag, known = _at(value, path), alternatives(type, path, value)
         meant = value_hint(path, tag) or near_miss(str(tag)[:80].lower(), known)
         return InvalidRequest(f"expected one of {', '.join(known)}{_got(tag)}{meant}", field=path[:MAX_FIELD])
     if "matching regex" in message:
@@ -149,11 +149,13 @@ def _got(value: object) -> str:
     return f", got {text}" if len(text) <= 80 else f", got {len(str(value))} characters"
 
 
-def alternatives(type: type, path: str) -> list[str]:
-    """Return the values that an enum, a literal or a tag of `type` allows at `path`, such as `messages[0].role`."""
+def alternatives(type: type, path: str, value: object) -> list[str]:
+    """Return the values that an enum, a literal or a tag of `type` allows at `path`, such as `messages[0].role`, of an
+    input `value`."""
     found = [msgspec.inspect.type_info(type)]
     for step in _STEP.finditer(path):
-        found = [inner for info in found for inner in _inside(info, step[1])]
+        found = [inner for info in found for inner in _inside(info, step[1], value)]
+        value = _at(value, step[0])
     values: list[str] = []
     for info in found:
         for leaf in members(info):
@@ -166,13 +168,14 @@ def alternatives(type: type, path: str) -> list[str]:
     return values
 
 
-def _inside(info: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
-    """Yield the types of the field `name`, or of the entries if it is None."""
+def _inside(info: inspect.Type, name: str | None, value: object) -> Iterator[inspect.Type]:
+    """Yield the types of the field `name` of `value`, or of the entries if it is None."""
     for leaf in members(info):
         if isinstance(leaf, inspect.StructType) and name is not None:
-            yield from (field.type for field in leaf.fields if field.encode_name == name)
             if leaf.tag_field == name:
                 yield inspect.LiteralType((leaf.tag,))
+            elif not isinstance(value, dict) or value.get(leaf.tag_field, leaf.tag) == leaf.tag:
+                yield from (field.type for field in leaf.fields if field.encode_name == name)
         elif isinstance(leaf, inspect.ListType | inspect.VarTupleType) and name is None:
             yield leaf.item_type
         elif isinstance(leaf, inspect.DictType):

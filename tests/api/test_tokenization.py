@@ -151,6 +151,7 @@ TWICE = {"prompt": "<bos>the", "completion": "lo"}
 
 NOTES: list[tuple[list[dict[str, object]], list[str]]] = [
     ([PLAIN, PLAIN], []),
+    ([PLAIN | {"label": True}, PLAIN | {"label": False}], []),
     ([PLAIN, TWICE], ["1 of 2 rows begin with two BOS tokens"]),
     ([PLAIN, CHAT, CHAT], ["2 of 3 rows teach no end"]),
     ([{"text": "<bos>the"}, CHAT], ["1 of 2 rows begin with two BOS tokens", "1 of 2 rows teach no end"]),
@@ -166,5 +167,7 @@ async def test_a_job_notes_what_its_rows_will_not_teach(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data", tokens=own, data_root=root) as api:
         for number, ((rows, said), blank) in enumerate(product(NOTES, (0, SMALL_FILE))):
             (root / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), *[""] * blank]))
-            job = await api.answered(202, "POST", "/finetune", json={"adapter": f"new-{number}", "path": "rows.jsonl"})
+            training = {"loss": {"type": "kto"}} if "label" in rows[0] else {}
+            asked = {"adapter": f"new-{number}", "path": "rows.jsonl", "training": training}
+            job = await api.answered(202, "POST", "/finetune", json=asked)
             assert [note.split(":")[0] for note in job["notes"]] == said, blank

@@ -13,6 +13,7 @@ from tests.support.real_server import serve_real
 
 ROWS = [{"prompt": f"Word {n}:", "chosen": " yes", "rejected": " no"} for n in range(12)]
 DPO: dict[str, Any] = {"type": "dpo", "beta": 0.2}
+KTO: dict[str, Any] = {"type": "kto"}
 DPO_DEFAULTS = {
     "reference": "start",
     "loss_type": "sigmoid",
@@ -74,7 +75,9 @@ async def test_a_kto_job_learns_from_answers_with_a_label(tmp_path: Path) -> Non
         assert steps[-1]["rewards"]["margin"] > steps[0]["rewards"]["margin"] == 0.0
         body = {"adapter": "other", "data": ROWS, "training": {"loss": {"type": "kto"}}}
         status, refused = await api.call("POST", "/finetune", json=body)
-        assert (status, refused["error"]["line"]) == (422, 1) and "the loss kto expects" in refused["error"]["message"]
+        assert (status, refused["error"]["line"]) == (422, 1) and "training.loss (kto) expects" in refused["error"][
+            "message"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,14 @@ async def test_what_does_not_go_with_it_is_refused_by_name(api: Api, body: dict[
         ({"type": "DPO"}, "invalid_request", "expected one of dpo, orpo, simpo, kto, got 'DPO'; did you mean 'dpo'?"),
         (DPO | {"loss_type": "simpo"}, "invalid_request", "got 'simpo'; it is a type, not a loss_type of 'dpo'"),
         (DPO | {"loss_type": "sft"}, "invalid_request", "got 'sft'; sft_weight adds it"),
-        (DPO | {"pref_ftx": 1}, "unknown_field", "type, loss_type, beta, gamma, label_smoothing and sft_weight"),
+        (
+            DPO | {"pref_ftx": 1},
+            "unknown_field",
+            "label_smoothing, sft_weight, desirable_weight and undesirable_weight",
+        ),
+        (KTO | {"loss_type": "sigmoid"}, "invalid_request", "expected one of apo_zero_unpaired, kto, got 'sigmoid'"),
+        (KTO | {"reference": "x"}, "invalid_request", "expected one of base, start, got 'x'"),
+        (KTO | {"desirable_weight": 0, "undesirable_weight": 0.0}, "invalid_request", "above 0, got 0 and 0"),
         (DPO | {"label_smoothing": 0.5}, "invalid_request", "expected at least 0 and below 0.5, got 0.5"),
     ],
 )
@@ -121,7 +131,7 @@ async def test_rows_and_loss_belong_together(api: Api) -> None:
     assert (status, body["error"]["line"]) == (422, 1) and "training.loss" in body["error"]["message"]
     request = {"adapter": "a", "data": [ROWS[0], {"text": "a b"}], "training": {"loss": DPO}}
     status, body = await api.call("POST", "/finetune", json=request)
-    assert (status, body["error"]["line"]) == (422, 2) and "a preference loss" in body["error"]["message"]
+    assert (status, body["error"]["line"]) == (422, 2) and "(dpo, orpo, simpo)" in body["error"]["message"]
 
 
 async def test_the_learning_rate_that_is_chosen_is_a_twentieth(api: Api) -> None:

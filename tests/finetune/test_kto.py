@@ -226,8 +226,9 @@ def test_a_staged_file_keeps_the_labels(form: str, tmp_path: Path, tokenizer: To
 @pytest.mark.parametrize(
     ("row", "labelled", "says"),
     [
-        ({"prompt": "a", "completion": "b"}, True, "the loss kto expects rows of"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, True, "the loss kto expects rows of"),
+        ({"prompt": "a", "completion": "b"}, True, r"training\.loss \(kto\) expects rows of .*, got a label that is"),
+        ({"prompt": "a", "completion": "b", "label": 1}, True, "got a label that is neither, or none"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, True, r"training\.loss \(kto\) expects rows of"),
         ({"prompt": "a", "completion": "b", "label": True}, False, r"training\.loss \(kto\) is missing"),
         ({"messages": [], "label": True}, True, "label is not used: training.loss kto reads it beside prompt"),
     ],

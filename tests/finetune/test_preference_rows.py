@@ -128,7 +128,7 @@ def test_a_text_prompt_is_cut_alike_for_both_answers(tokenizer: Tokenizer) -> No
             r"differ first in messages of the assistant, got user and user \(message 2, from 0\)",
         ),
         (TEXTS | {"tool": []}, MalformedRow, "did you mean 'tools'"),
-        ({"prompt": "a", "completion": "b"}, MalformedRow, "a preference loss expects"),
+        ({"prompt": "a", "completion": "b"}, MalformedRow, r"training\.loss \(dpo, orpo, simpo\) expects"),
     ],
 )
 def test_rows_that_are_none_are_refused_with_their_line(

@@ -76,7 +76,7 @@ def count_without(corpus: Corpus, ends: Collection[int]) -> int:
     """Count the rows without a target token in `ends`."""
     count = 0
     for starts, found, learned in _blocks(corpus):
-        taught = np.isin(found, list(ends)) & (learned == 1)
+        taught = np.isin(found, list(ends)) & (learned > 0)
         count += int((np.add.reduceat(taught, starts, dtype=np.int64) == 0).sum())
     return count
 

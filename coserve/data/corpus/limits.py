@@ -10,7 +10,7 @@ from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.core.limits import below_one
 from coserve.core.messages import characters
 from coserve.core.options import Bounds
-from coserve.core.training.settings import DpoLoss, PreferenceLoss, TrainingSettings
+from coserve.core.training.settings import DpoLoss, KtoLoss, PreferenceLoss, TrainingSettings
 from coserve.core.validation import check_normal
 
 
@@ -105,7 +105,9 @@ def check_training(training: TrainingSettings) -> None:
         _check_loss(training.loss)
         if training.micro_batch_tokens is not None and training.micro_batch_tokens < 4:
             got = training.micro_batch_tokens
-            raise InvalidRequest(f"expected at least 4 for a pair, got {got}", field="training.micro_batch_tokens")
+            raise InvalidRequest(
+                f"expected at least 4 for two sequences, got {got}", field="training.micro_batch_tokens"
+            )
         if training.train_on is not None:
             raise InvalidRequest(
                 "expected no train_on: a preference loss is of the answers alone", field="training.train_on"
@@ -132,6 +134,8 @@ def _check_loss(loss: PreferenceLoss) -> None:
             check_normal(value, field=f"training.loss.{name}")
             if value not in bounds:
                 raise InvalidRequest(f"expected {bounds}, got {value}", field=f"training.loss.{name}")
+    if isinstance(loss, KtoLoss) and not loss.desirable_weight and not loss.undesirable_weight:
+        raise InvalidRequest("expected one of the weights above 0, got 0 and 0", field="training.loss.desirable_weight")
     if isinstance(loss, DpoLoss) and loss.label_smoothing and loss.loss_type not in SMOOTHED:
         raise InvalidRequest(
             f"expected 0 for the loss type {loss.loss_type}, got {loss.label_smoothing}: "

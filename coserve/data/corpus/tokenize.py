@@ -18,10 +18,10 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 
 NO_ROWS = "expected at least one row"
 _OF_A_LOSS = {
-    PreferenceRow: ("a preference loss", "dpo, orpo, simpo", '{"prompt", "chosen", "rejected"}'),
-    LabelledRow: ("the loss kto", "kto", '{"prompt", "completion", "label": true or false}'),
+    PreferenceRow: ("dpo, orpo, simpo", '{"prompt", "chosen", "rejected"}'),
+    LabelledRow: ("kto", '{"prompt", "completion", "label": true or false}'),
 }
-"""Rows of certain losses alone: the losses in words, their types, and the rows' fields."""
+"""Rows of certain losses alone: the losses' types, and the rows' fields."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,12 @@ def _checked(rows: Iterable[Row], kind: type[PreferenceRow | LabelledRow] | None
     for row in rows:
         got = type(row) if isinstance(row, PreferenceRow | LabelledRow) else None
         if got is not kind and kind is not None:
-            loss, _, fields = _OF_A_LOSS[kind]
-            raise MalformedRow(f"{loss} expects rows of {fields}", line=row.line)
+            types, fields = _OF_A_LOSS[kind]
+            unlabelled = kind is LabelledRow and isinstance(row, CompletionRow | ChatRow)
+            found = ", got a label that is neither, or none" if unlabelled else ""
+            raise MalformedRow(f"training.loss ({types}) expects rows of {fields}{found}", line=row.line)
         if got is not kind and got is not None:
-            _, types, fields = _OF_A_LOSS[got]
+            types, fields = _OF_A_LOSS[got]
             raise MalformedRow(f"training.loss ({types}) is missing for rows of {fields}", line=row.line)
         yield row
 
