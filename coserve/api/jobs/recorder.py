@@ -1,4 +1,5 @@
-"""Writes the engine's messages about jobs into the registry, in order; watchers are notified after each commit."""
+"""Writes the engine's messages about jobs into the registry, in order; later, if the disk refuses them. Watchers are
+notified after each commit."""
 
 from __future__ import annotations
 
@@ -6,21 +7,32 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from coserve.api.jobs.progress import Progress, ProgressWriter
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.node import Node
 from coserve.core import errors
 from coserve.core.cancellation import cancel_all, keep_task
 from coserve.core.link.engine import DropAdapter
-from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
+from coserve.core.link.jobs import (
+    CancelJob,
+    JobCancelled,
+    JobCheckpoint,
+    JobFailed,
+    JobNote,
+    JobPaused,
+    JobProgress,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+)
+from coserve.core.schemas.jobs import Sample
 from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
-from coserve.core.types import AdapterRef
 from coserve.lora.files.record import record_adapter
 from coserve.state.durable import remove_unlisted
 from coserve.state.registry.records import JobRecord
@@ -29,14 +41,26 @@ from coserve.state.retries import FOR_EVER, Retries
 
 log = logging.getLogger(__name__)
 
-StateMessage = JobStarted | JobPaused | JobWaiting | JobSucceeded | JobFailed | JobCancelled
-JobMessage = StateMessage | Progress
+
+@dataclass(frozen=True)
+class JobSample:
+    """A sample of job `id` was generated."""
+
+    id: str
+    sample: Sample
+
+
+Progress = JobProgress | JobCheckpoint | JobNote | JobSample
+JobMessage = JobStarted | JobPaused | JobWaiting | JobSucceeded | JobFailed | JobCancelled | Progress
+Write = Callable[[Callable[[Registry], object]], Awaitable[object]]
+"""Type of `RegistryThread` itself, and of its `with_reserve`."""
 
 T = TypeVar("T")
 
 
 class JobRecorder:
-    """Writes the messages of all jobs from one queue. Messages that wait for a job's adapter leave the queue."""
+    """Writes the messages of all jobs from one queue. Progress and successes that the disk refuses leave the queue, so
+    that no other job, and no change of a job's state, waits for them."""
 
     def __init__(self, node: Node, metrics: Metrics) -> None:
         self._folder, self._registry, self._engine, self._metrics = node.folder, node.registry, node.engine, metrics
@@ -44,14 +68,15 @@ class JobRecorder:
         """Retries of writes that must not be lost, for as long as the machine refuses them."""
         self._lock_retries = Retries(FOR_EVER, errors=errors.StorageBusy)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
-        self._held: dict[str, deque[JobMessage]] = {}
-        """For each job: a success that cannot be written now, and the job's later messages."""
-        self._publications: set[asyncio.Task[None]] = set()
+        self._late: dict[str, deque[JobMessage]] = {}
+        """What the disk has refused of each job, oldest first: progress, then maybe a success and all later messages. A
+        job whose checkpoint finds no space waits, so progress is at most the steps between two checkpoints."""
+        self._catching_up: dict[str, asyncio.Task[None]] = {}
+        self._writing_late = asyncio.Lock()
         self._removals: set[asyncio.Task[None]] = set()
         self.watchers = JobWatchers()
         self.ended: Callable[[str], None] = lambda _: None
         """Called with a job's id after its end was committed. It must return at once."""
-        self._progress = ProgressWriter(node.registry, metrics, self.watchers, self.retries, self._lock_retries)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -64,7 +89,7 @@ class JobRecorder:
     @property
     def publishing(self) -> frozenset[str]:
         """Jobs that are trained but whose adapters cannot be read now. No engine has them any more."""
-        return frozenset(self._held)
+        return frozenset(id for id, late in self._late.items() if _publishes(late))
 
     async def settled(self) -> None:
         """Wait until every delivered message is written, except those of jobs in `publishing`."""
@@ -77,65 +102,111 @@ class JobRecorder:
     async def close(self) -> None:
         """Write unwritten progress; what does not fit on the disk is lost. Jobs in `publishing` are still in it after
         the next start."""
-        await cancel_all(self._publications)
+        async with self._writing_late:  # holding the lock, so that no step is written twice
+            await cancel_all(self._catching_up.values())
         await self.files_deleted()
-        await self._progress.close()
+        for id in list(self._late):
+            await self._flush(id)
 
     async def run(self) -> None:
         """Write one message after the other, until cancelled."""
         while True:
             message = await self._queue.get()
             try:
-                if (held := self._held.get(message.id)) is not None:
-                    held.append(message)
-                else:
-                    await self._record(message)
+                await self._take(message)
             finally:
                 self._queue.task_done()
 
-    async def _record(self, message: JobMessage) -> None:
-        """Write a message, whatever fails, and notify watchers."""
+    async def _take(self, message: JobMessage) -> None:
+        """Write a message after all earlier ones of its job, or keep it for later."""
+        id, late = message.id, self._late.get(message.id)
+        if late is None or not (isinstance(message, Progress) or _publishes(late)):
+            if late is not None:
+                await self._flush(id)
+            try:
+                await self._record(message)
+                return
+            except errors.StorageError:
+                pass
+        self._late.setdefault(id, deque()).append(message)
+        if id not in self._catching_up:
+            self._catching_up[id] = asyncio.create_task(self._catch_up(id))
+
+    async def _record(self, message: JobMessage, *, late: bool = False) -> None:
+        """Write a message, whatever fails, and notify watchers. Raises `StorageError` for progress and a success that
+        the disk refuses; a `late` one is tried until it is written."""
+        id, name = message.id, type(message).__name__
         try:
-            await self._write(message)
+            if isinstance(message, JobSucceeded) and not late:
+                await self._apply(message)
+            else:
+                once = isinstance(message, Progress | JobWaiting) and not late
+                retries = self._lock_retries if once else self.retries
+                await retries.run(f"job {id}", lambda: self._apply(message))
         except (errors.WrongJobState, errors.JobNotFound) as error:
             await self._correct_engine(message, error)
         except errors.CoserveError as error:
-            log.error("job %s: %s not written: %s", message.id, type(message).__name__, error.message)
+            if isinstance(error, errors.StorageError) and isinstance(message, Progress | JobSucceeded):
+                raise
+            log.error("job %s: %s not written: %s", id, name, error.message)
         except Exception:  # our own fault in one message: the others must still be written
-            log.exception("job %s: %s not written", message.id, type(message).__name__)
+            log.exception("job %s: %s not written", id, name)
             await self._fail(message)
-        self.watchers.notify(message.id)
+        self.watchers.notify(id)
 
-    async def _write(self, message: JobMessage) -> None:
-        """Write a change of state, after all progress before it, and retry until it is written. A success that cannot
-        be written at once is held instead, so that messages of other jobs do not wait for its files."""
-        id = message.id
-        if isinstance(message, Progress):
-            await self._progress.write(message)
-            return
-        await self._progress.flush(id)
-        if isinstance(message, JobSucceeded) and id not in self._held:
-            try:
-                await self._apply(message)
-            except errors.StorageError:
-                self._hold(message)
-            return
-        retries = self._lock_retries if isinstance(message, JobWaiting) else self.retries
-        await retries.run(f"job {id}", lambda: self._apply(message))
+    async def _catch_up(self, id: str) -> None:
+        """Write a job's late messages in order, as soon as the disk accepts them."""
+        try:
+            while (late := self._late.get(id)) is not None:
+                if not isinstance(late[0], Progress):
+                    await self._record(late[0], late=True)
+                    self._drop_first(id)
+                    continue
+                try:
+                    await self.retries.run("progress of jobs", partial(self._write_late, id, self._registry))
+                except (errors.WrongJobState, errors.JobNotFound):  # the job was deleted meanwhile
+                    self._drop_first(id)
+                self.watchers.notify(id)
+        finally:
+            del self._catching_up[id]
 
-    def _hold(self, message: JobSucceeded) -> None:
-        self._held[message.id] = deque([message])
-        keep_task(self._write_held(message.id), self._publications)
+    async def _flush(self, id: str) -> None:
+        """Write a job's late progress before its state changes, with the reserved space on a full disk."""
+        try:
+            await self._write_late(id, self._registry.with_reserve)
+        except errors.StorageError as error:
+            log.warning("job %s: its last steps are written later: %s", id, error.message)
+        except errors.CoserveError:
+            self._late.pop(id, None)
 
-    async def _write_held(self, id: str) -> None:
-        """Write a job's held messages in order."""
-        held = self._held[id]
-        while held:
-            await self._record(held[0])
-            held.popleft()
-        del self._held[id]
+    async def _write_late(self, id: str, write: Write) -> None:
+        async with self._writing_late:
+            while id in self._late and isinstance(message := self._late[id][0], Progress):
+                await self._write_progress(message, write)
+                self._drop_first(id)
 
-    async def _apply(self, message: StateMessage) -> None:
+    def _drop_first(self, id: str) -> None:
+        """Forget the first of a job's late messages."""
+        if late := self._late.get(id):
+            late.popleft()
+            if not late:
+                del self._late[id]
+
+    async def _write_progress(self, message: Progress, write: Write) -> None:
+        match message:
+            case JobProgress(id=id, metrics=metrics):
+                await write(lambda registry: registry.record_step(id, metrics))
+                self._metrics.step(metrics.tokens)
+            case JobCheckpoint(id=id, step=step):
+                await write(lambda registry: registry.record_checkpoint(id, step))
+            case JobSample(id=id, sample=sample):
+                await write(lambda registry: registry.record_sample(id, sample))
+            case JobNote(id=id, message=text, kept=True):
+                await write(lambda registry: registry.record_note(id, text))
+            case JobNote(id=id, message=text):
+                await write(lambda registry: registry.record_message(id, text, level="warning"))
+
+    async def _apply(self, message: JobMessage) -> None:
         id = message.id
         match message:
             case JobStarted(total_steps=total, resumed_from=step, note=note):
@@ -150,6 +221,8 @@ class JobRecorder:
                 await self.fail(id, code, text)
             case JobCancelled():
                 await self.end(id, lambda registry: registry.set_state(id, JobState.CANCELLED))
+            case _:
+                await self._write_progress(message, self._registry)
 
     async def _succeed(self, message: JobSucceeded) -> None:
         """Commit the adapter and the job's end together; files that cannot be read back fail the job."""
@@ -207,7 +280,8 @@ class JobRecorder:
         try:
             record = await self.retries.run(f"job {message.id}", lambda: self._find(message.id))
             if isinstance(message, JobSucceeded):
-                if await self.retries.run(f"job {message.id}", lambda: self._is_published(message.ref)):
+                find = partial(Registry.find_version, ref=message.ref)
+                if await self.retries.run(f"job {message.id}", lambda: self._registry(find)) is not None:
                     return  # published by this job: the message came twice
                 await self._discard(message)
             elif record is None or record.state.terminal:
@@ -220,12 +294,13 @@ class JobRecorder:
         self._engine.offer(DropAdapter(ref=message.ref))
         await remove_unlisted(self._folder.adapter(message.ref), f"adapter {message.ref}")
 
-    async def _is_published(self, ref: AdapterRef) -> bool:
-        refs = await self._registry(lambda registry: registry.adapter_refs())
-        return ref in refs
-
     async def _find(self, id: str) -> JobRecord | None:
         try:
             return await self._registry(lambda registry: registry.job(id))
         except errors.JobNotFound:
             return None
+
+
+def _publishes(late: deque[JobMessage]) -> bool:
+    """Return whether a success is among these messages."""
+    return any(isinstance(message, JobSucceeded) for message in late)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from coserve.api.generation.full_response import collect_native
 from coserve.api.generation.in_flight import InFlightRequests
-from coserve.api.jobs.progress import JobSample, Progress
+from coserve.api.jobs.recorder import JobSample, Progress
 from coserve.api.node import Node
 from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.cancellation import cancel_all
