@@ -11,13 +11,22 @@ from typing import Any
 
 import pytest
 
-from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobStarted, JobSucceeded, StartJob
+from coserve.core.link.jobs import (
+    CancelJob,
+    JobCancelled,
+    JobFailed,
+    JobPaused,
+    JobProgress,
+    JobStarted,
+    JobSucceeded,
+    StartJob,
+)
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.state.failpoints import armed
 from coserve.state.retries import Backoff
 from tests.support.api_server import Api, serve_api
 from tests.support.examples import by_day
-from tests.support.fake_engine import write_peft
+from tests.support.fake_engine import metrics, write_peft
 from tests.support.real_server import serve_real
 from tests.support.small_disk import fill, small_disk
 
@@ -137,6 +146,25 @@ async def test_a_locked_registry_loses_no_change_and_keeps_the_order(api: Api) -
     _, health = await api.call("GET", "/health")
     assert not any("tried again" in note for note in health["notes"])
     assert (await api.call("GET", "/finetune"))[1]["data"][0]["id"] == job["id"]
+
+
+async def test_steps_that_the_disk_refuses_come_later_and_before_the_next_change(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    id = (await api.submit())["id"]
+    await api.job_until(id, "running")
+    with armed("registry.before_commit=ENOSPC"):
+        for step in (1, 2):
+            await api.hear(JobProgress(id=id, metrics=metrics(step, 3)))
+        assert (await api.job(id))["step"] == 0
+    await api.hear(JobProgress(id=id, metrics=metrics(3, 3)))
+    await api.hear(JobPaused(id=id))
+    job = await api.job(id)
+    assert (job["state"], job["step"]) == ("paused", 3)
+    await api.hear(JobCancelled(id=id))
+    events = [event for _, event in await api.events(id)]
+    assert [event["metrics"]["step"] for event in events if event["metrics"]] == [1, 2, 3]
+    states = [event["state"] for event in events if event["metrics"] or event["type"] == "state"]
+    assert states == ["queued", "running", None, None, None, "paused", "cancelled"]
 
 
 async def test_an_end_that_is_said_twice_keeps_its_adapter(api: Api) -> None:
