@@ -187,8 +187,8 @@ class Service:
             return
         stopping = EngineUnavailable(STOPPING)
         self.access.close(stopping)
-        self.jobs.views.stop(stopping)
         self.stopping.stop(stopping)
+        self.recorder.watchers.notify_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await asyncio.gather(*(end() for end in self.background))
@@ -199,8 +199,8 @@ class Service:
         uploads and corpora that are not accepted as jobs yet."""
         stopping = EngineUnavailable(STOPPING)
         self.generation.stop(stopping)
-        self.jobs.views.stop(stopping)
         self.stopping.stop(stopping)
+        self.recorder.watchers.notify_all()
 
     async def close(self) -> None:
         """Write every message that the engine sent; requests in flight fail with `EngineUnavailable`."""
@@ -276,7 +276,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether a load balancer should send requests here: the answer of `GET /health/ready`."""
-        return self.engine.alive and not self.engine.silence and not self.stopping.stopped
+        return self.engine.alive and not self.engine.silence and self.stopping.error is None
 
     def health(self) -> Health:
         """Return the response of `GET /health`."""
@@ -284,7 +284,7 @@ class Service:
         spec = ready.spec if ready is not None else None
         ttft, tpot = (None, None) if spec is None else self._config.targets(device=spec.device)
         return Health(
-            status="stopping" if self.stopping.stopped else self.engine.status,
+            status=self.engine.status if self.stopping.error is None else "stopping",
             version=__version__,
             uptime=time.monotonic() - self._started_monotonic,
             engine_alive=self.engine.alive,

@@ -16,17 +16,14 @@ class Stopping:
     """Aborts uploads that are arriving, and corpora that are being tokenised."""
 
     def __init__(self) -> None:
-        self._error: EngineUnavailable | None = None
+        self.error: EngineUnavailable | None = None
+        """Why the daemon stops; None: it does not."""
         self._limits: set[asyncio.Timeout] = set()
         """Timeouts of the running blocks."""
 
-    @property
-    def stopped(self) -> bool:
-        return self._error is not None
-
     def stop(self, error: EngineUnavailable) -> None:
         """End every running block, and every later one, with `error`."""
-        self._error = error
+        self.error = error
         limits, self._limits = self._limits, set()
         for limit in limits:
             limit.reschedule(asyncio.get_running_loop().time())
@@ -34,8 +31,8 @@ class Stopping:
     @asynccontextmanager
     async def interrupts(self) -> AsyncIterator[None]:
         """Cancel the block when the daemon stops, and raise the stop's error instead."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         try:
             async with asyncio.timeout(None) as limit:
                 self._limits.add(limit)
@@ -44,9 +41,9 @@ class Stopping:
                 finally:
                     self._limits.discard(limit)
         except TimeoutError:
-            if self._error is None or not limit.expired():
+            if self.error is None or not limit.expired():
                 raise
-            raise self._error from None
+            raise self.error from None
 
     @asynccontextmanager
     async def read(self, body: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:

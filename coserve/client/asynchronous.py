@@ -56,6 +56,7 @@ from coserve.core.schemas.jobs import EvalRequest, FinetuneRequest, Job, JobList
 from coserve.core.schemas.service import STREAM_END
 from coserve.core.training.schemas import Session, SessionRequest
 from coserve.core.training.settings import TrainingRequest
+from coserve.core.validation import check_one_given
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -239,8 +240,7 @@ class AsyncClient:
         the end, its evaluation; a job whose adapter has learned nothing fails with `NotLearned`.
         docs/guide/documents.md describes all.
         """
-        if (given := sum(each is not None for each in (text, path, file))) != 1:
-            raise InvalidRequest(f"expected one of text, file and path, got {given or 'none'}", field="text")
+        check_one_given({"text": text, "file": file, "path": path}, field="text")
         document = {"text": text, "path": path, **settings}
         body = finetune_request(
             adapter,
@@ -315,9 +315,7 @@ class AsyncClient:
     async def import_adapter(self, name: str, folder: Path | str | None = None, *, path: str | None = None) -> Adapter:
         """Make PEFT files the next version of `name`: a local folder or archive (.tar, .tar.gz, .zip), a URL that
         fsspec opens (`s3://...`, or `hf://OWNER/NAME` on the hub), or the path of a folder at the daemon."""
-        if (folder is None) == (path is None):
-            got = "none" if folder is None else "both"
-            raise InvalidRequest(f"expected one of folder and path, got {got}", field="folder")
+        check_one_given({"folder": folder, "path": path}, field="folder")
         if folder is None:
             body = ImportRequest(name=name, path=path)
             return await self._caller.call("POST", "/adapters", Adapter, body=body)

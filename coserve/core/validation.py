@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -194,6 +194,15 @@ def above_vocabulary(ids: Collection[int], vocab: int) -> str | None:
     place, id = next((place, id) for place, id in enumerate(ids) if id >= vocab)
     at = f" at position {place}" if isinstance(ids, Sequence) else ""
     return f"expected token ids below {vocab} (0 to {vocab - 1}), got {id}{at}"
+
+
+def check_one_given(given: Mapping[str, object], field: str) -> None:
+    """Raise `InvalidRequest` for `field` unless exactly one of these values, by name, is not None."""
+    found = [name for name, value in given.items() if value is not None]
+    if len(found) != 1:
+        *others, last = given
+        got = "both" if len(given) == len(found) == 2 else " and ".join(found) or "none"
+        raise InvalidRequest(f"expected one of {', '.join(others)} and {last}, got {got}", field=field)
 
 
 def check_normal(value: float, *, field: str) -> None:

@@ -29,6 +29,7 @@ from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas.adapters import Adapter, AdapterList, AdapterUpdate, DeletedAdapter, ImportRequest
 from coserve.core.types import AdapterRef, BaseSpec
+from coserve.core.validation import check_one_given
 from coserve.data.offload.pool import HelperPool
 from coserve.lora.files.archive import AdapterArchive
 from coserve.state.durable import remove_dir, remove_unlisted, replace_dir
@@ -90,9 +91,7 @@ class AdapterCatalog:
         `check` is called with the folder of the files; it may raise. Raises `AdapterError` subclasses,
         `AdapterTooLarge`, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
         """
-        if (request.path is None) == (upload is None):
-            got = "none" if upload is None else "both"
-            raise InvalidRequest(f"expected a path or files, got {got}", field="path")
+        check_one_given({"path": request.path, "files": upload}, field="path")
         spec = self._engine.spec
         source = upload or local_path(str(request.path), self._config.data_root)
         if not source.is_dir():

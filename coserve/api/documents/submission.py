@@ -16,6 +16,7 @@ from coserve.core.names import split_ref
 from coserve.core.schemas.documents import DocumentJob, DocumentRequest, DocumentSettings, UserQuestion
 from coserve.core.schemas.jobs import FinetuneRequest
 from coserve.core.types import BaseSpec, LoraSettings
+from coserve.core.validation import check_one_given
 from coserve.data.documents.encoder import unused_ids
 from coserve.data.documents.lessons import least_questions
 from coserve.data.documents.pending import PendingDocument
@@ -149,12 +150,7 @@ class DocumentSubmission:
         """Return the document's chunks. Raises `InvalidRequest`, `ForbiddenPath`, `UnreadableCorpus`, `EmptyCorpus`,
         `HelperLost`, `StorageError`."""
         asked = _given(request)
-        given = [name for name in ("text", "path") if getattr(asked, name) is not None] + ["file"] * (
-            upload is not None
-        )
-        if len(given) != 1:
-            got = " and ".join(given) or "none"
-            raise InvalidRequest(f"expected one of text, path and the part file, got {got}", field="document")
+        check_one_given({"text": asked.text, "path": asked.path, "the part file": upload}, field="document")
         path = upload if asked.path is None else local_path(asked.path, self._config.data_root)
         source, text = None if path is None else str(path), (asked.text or "").encode()
         sizes = checked.chunk_tokens, checked.overlap_tokens

@@ -11,7 +11,7 @@ from coserve.core.messages import Chat, characters
 from coserve.core.sampling import NEUTRAL, SamplingFields, SamplingParams
 from coserve.core.schemas.generation import GenerateRequest
 from coserve.core.types import BaseSpec
-from coserve.core.validation import above_vocabulary
+from coserve.core.validation import above_vocabulary, check_one_given
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 LONGEST_TOKEN = 256
@@ -20,9 +20,7 @@ LONGEST_TOKEN = 256
 
 def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
     """Check what the types cannot express. Raises `InvalidRequest`, `EmptyPrompt`."""
-    if (request.prompt is None) == (request.messages is None):
-        got = "none" if request.prompt is None else "both"
-        raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
+    check_one_given({"prompt": request.prompt, "messages": request.messages}, field="prompt")
     if request.prompt is not None and len(request.prompt) == 0:
         raise EmptyPrompt("expected a prompt with at least one token", field="prompt")
     if request.messages is not None and not request.messages:

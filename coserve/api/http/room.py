@@ -26,11 +26,6 @@ class Room:
         self._arrived = self._checked = 0
         """Bytes of the body received so far, and at the last check."""
 
-    async def copies(self, size: int) -> None:
-        """Count `size` bytes that are copied in place of the body's. Raises as `check`."""
-        await self.arrived(size)
-        await self.check()
-
     async def check(self, more: int = 0) -> None:
         """Raise `StorageQuotaExceeded` if what is stored, what is arriving, and `more` bytes exceed the quota."""
         used = await self._used()
@@ -70,7 +65,8 @@ async def check_copy(request: web.Request, folder: Path) -> None:
     """Count the PEFT files in `folder`, which a body named or had as an archive, as arriving until the request ends.
     Raises `StorageQuotaExceeded` if its project has no room for them."""
     if (room := request.get(ROOM)) is not None:
-        await room.copies(await asyncio.to_thread(_bytes_in, folder))
+        await room.arrived(await asyncio.to_thread(_bytes_in, folder))
+        await room.check()
 
 
 def _bytes_in(folder: Path) -> int:

@@ -21,7 +21,7 @@ from coserve.core.link.jobs import JobNote, JobSnapshot
 from coserve.core.schemas.generation import GenerateRequest
 from coserve.core.schemas.jobs import MAX_EVAL_ROWS, EvalRequest, EvalResult, EvalScore
 from coserve.core.types import AdapterRef, BaseSpec, Wire
-from coserve.core.validation import decode_json
+from coserve.core.validation import check_one_given, decode_json
 from coserve.data.corpus.rows import parse_rows
 from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
 from coserve.state.durable import read_errors, write_file
@@ -56,9 +56,7 @@ ReadFile = Callable[[str], Awaitable[list[Question]]]
 async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer, read_file: ReadFile) -> JobTest:
     """Return the rows as questions. Raises `InvalidRequest`, `CorpusError` subclasses (with the row), `ForbiddenPath`,
     `HelperLost`, `StorageError`."""
-    if (request.data is None) == (request.path is None):
-        got = "none" if request.data is None else "both"
-        raise errors.InvalidRequest(f"expected one of data and path, got {got}", field="test")
+    check_one_given({"data": request.data, "path": request.path}, field="test")
     try:
         matcher(request.regex, request.json_field)
     except errors.InvalidRequest as error:

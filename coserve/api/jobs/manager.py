@@ -79,7 +79,7 @@ class JobManager:
         documents.prepared = self._train_document
         self._releases: set[asyncio.Task[None]] = set()
         self._closed = False
-        self.views = JobViews(node.registry, recorder)
+        self.views = JobViews(node.registry, recorder.watchers, stopping)
         self._started: set[str] = set()
         """Ids of jobs sent to the current engine."""
         self._deaths: dict[str, tuple[int, int]] = {}

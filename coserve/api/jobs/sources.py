@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from coserve.api.http.parsing import local_path
 from coserve.core.errors import CorpusError, InvalidRequest, RequestError
 from coserve.core.schemas.jobs import FinetuneRequest
+from coserve.core.validation import check_one_given
 from coserve.data.corpus.sources import is_dataset
 
 Source = list[dict[str, Any]] | Path
@@ -24,10 +25,7 @@ class UploadedRows(NamedTuple):
 
 def corpus_source(request: FinetuneRequest, upload: Path | None, root: Path | None) -> Source:
     """Return the rows to learn. Raises `InvalidRequest`, `ForbiddenPath`."""
-    given = [name for name in ("data", "path") if getattr(request, name) is not None]
-    given += [] if upload is None else ["file"]
-    if len(given) != 1:
-        raise InvalidRequest(f"expected one of data, path and file, got {' and '.join(given) or 'none'}", field="data")
+    check_one_given({"data": request.data, "path": request.path, "file": upload}, field="data")
     if request.data is not None:
         return request.data
     return local_rows(str(request.path), root) if upload is None else upload
@@ -38,19 +36,16 @@ def validation_source(request: FinetuneRequest, upload: Path | None, root: Path 
     asked, training = request.validation, request.training
     if asked is None and upload is None:
         return None
-    given = [] if asked is None else [name for name in ("data", "path") if getattr(asked, name) is not None]
-    given += [] if upload is None else ["the part validation"]
-    if len(given) != 1:
-        got = " and ".join(given) or "none"
-        raise InvalidRequest(f"expected one of data, path and a part validation, got {got}", field="validation")
+    data, path = (None, None) if asked is None else (asked.data, asked.path)
+    check_one_given({"data": data, "path": path, "a part validation": upload}, field="validation")
     if request.document is not None:
         raise InvalidRequest("expected no rows for validation beside a document", field="validation")
     if training.validation_rows or training.validation_split:
         raise InvalidRequest("expected no validation_rows or validation_split beside validation", field="validation")
-    if asked is None or asked.data is not None:
-        return upload if asked is None else asked.data
+    if path is None:
+        return upload if data is None else data
     with validation_errors():
-        return local_rows(str(asked.path), root)
+        return local_rows(path, root)
 
 
 def local_rows(text: str, root: Path | None) -> Path:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coserve.api.jobs.conflicts import waiting_text
-from coserve.api.jobs.recorder import JobRecorder
-from coserve.core.errors import EngineUnavailable, QueueFull
+from coserve.api.jobs.watchers import JobWatchers
+from coserve.api.stopping import Stopping
+from coserve.core.errors import QueueFull
 from coserve.core.schemas.documents import DocumentJob
 from coserve.core.schemas.jobs import Job, JobEvent, JobList
 from coserve.core.training.jobs import JobState
@@ -37,15 +38,9 @@ class NotRunning:
 class JobViews:
     """Reads jobs and events from the registry."""
 
-    def __init__(self, registry: RegistryThread, recorder: JobRecorder) -> None:
-        self._registry, self._recorder = registry, recorder
+    def __init__(self, registry: RegistryThread, watchers: JobWatchers, stopping: Stopping) -> None:
+        self._registry, self._watchers, self._stopping = registry, watchers, stopping
         self._watching = 0
-        self._stopped: EngineUnavailable | None = None
-
-    def stop(self, error: EngineUnavailable) -> None:
-        """End every stream of events with `error`; clients may reconnect to the next daemon."""
-        self._stopped = error
-        self._recorder.watchers.notify_all()
 
     async def get(self, id: str) -> Job:
         """Return one job. Raises `JobNotFound`."""
@@ -91,7 +86,7 @@ class JobViews:
             raise QueueFull(f"{MAX_WATCHERS} streams of events are open already")
         self._watching += 1
         try:
-            with self._recorder.watchers.watch(id) as changed:
+            with self._watchers.watch(id) as changed:
                 while True:
                     changed.clear()
                     record = await self.record(id)
@@ -103,8 +98,8 @@ class JobViews:
                         continue  # there may be more than one page
                     if record.state.terminal:
                         return
-                    if self._stopped is not None:
-                        raise self._stopped
+                    if self._stopping.error is not None:  # the client may reconnect to the next daemon
+                        raise self._stopping.error
                     try:
                         async with asyncio.timeout(heartbeat):
                             await changed.wait()

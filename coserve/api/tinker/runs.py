@@ -42,7 +42,6 @@ class TinkerOwner:
 
     id: str
     project: str
-    runs: dict[str, Run] = field(default_factory=dict)
     finished: bool = False
 
 
@@ -89,7 +88,7 @@ class Runs:
 
     def touch(self, id: str) -> None:
         """Restart the idle timeout of the session's models, since its client is alive. Raises `SessionEnded`."""
-        for run in self.owner(id).runs.values():
+        for run in self._runs_of(self.owner(id)):
             if run.session is not None:
                 self._sessions.touch(run.session)
 
@@ -97,12 +96,15 @@ class Runs:
         """End a session and free the memory of its models."""
         owner = self.owner(id)
         owner.finished = True
-        for run in owner.runs.values():
+        for run in self._runs_of(owner):
             self.unload(run)
         for sampler in [own for own in self.samplers if own.startswith(f"{id}:")]:
             del self.samplers[sampler]
 
     # ---- models
+
+    def _runs_of(self, owner: TinkerOwner) -> list[Run]:
+        return [run for run in self._runs.values() if run.owner is owner]
 
     def add(self, session_id: str, number: int) -> Run:
         """Add a model that is to be created. Raises `SessionEnded`; `InvalidRequest` if it exists."""
@@ -110,7 +112,7 @@ class Runs:
         run = Run(f"{owner.id}:train:{number}", owner)
         if run.model in self._runs:
             raise InvalidRequest(f"model {run.model} exists", field="model_seq_id")
-        owner.runs[run.model] = self._runs[run.model] = run
+        self._runs[run.model] = run
         return run
 
     def run(self, model: str) -> Run:

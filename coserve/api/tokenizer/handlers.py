@@ -26,7 +26,7 @@ from coserve.core.errors import AdapterNotFound, InvalidRequest, QueueFull
 from coserve.core.limits import MAX_MESSAGES, TokenIds
 from coserve.core.messages import Chat, ChatMessage, TemplateOptions, Tools, characters
 from coserve.core.types import Wire
-from coserve.core.validation import above_vocabulary
+from coserve.core.validation import above_vocabulary, check_one_given
 from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained.tokenizer import Tokenizer
 
@@ -188,9 +188,7 @@ def tokenize(context: TaskContext, base: BaseLimits, body: bytes) -> tuple[bytes
 
 
 def _encode(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    if (request.prompt is None) == (request.messages is None):
-        got = "none" if request.prompt is None else "both"
-        raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
+    check_one_given({"prompt": request.prompt, "messages": request.messages}, field="prompt")
     if request.prompt is not None:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(request, name):

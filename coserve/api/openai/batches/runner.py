@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -197,25 +196,20 @@ class BatchRunner:
         return lines, problems
 
     async def _answer_all(self, record: BatchRecord, lines: list[_Line]) -> None:
-        """Answer the requests, and write each result as it comes."""
-        results: asyncio.Queue[_Found | None] = asyncio.Queue(IN_FLIGHT)
-        waiting, quota = iter(lines), asyncio.Lock()
+        """Answer the requests, and write the results as they come, those that wait for the disk together."""
+        waiting, found, quota, writing = iter(lines), list[_Found](), asyncio.Lock(), asyncio.Lock()
 
         async def work() -> None:
             for line in waiting:
                 async with quota:
                     await self._admitted(record.project)
-                await results.put(await self._answer(record, line))
+                found.append(await self._answer(record, line))
+                async with writing:
+                    await self._write(record.id, found)
 
-        async def work_all() -> None:
-            async with task_group() as workers:
-                for _ in range(min(IN_FLIGHT, len(lines))):
-                    workers.create_task(work())
-            await results.put(None)
-
-        async with task_group() as group:
-            group.create_task(work_all())
-            group.create_task(self._write(record.id, results))
+        async with task_group() as workers:
+            for _ in range(min(IN_FLIGHT, len(lines))):
+                workers.create_task(work())
 
     async def _admitted(self, project: str) -> None:
         """Wait until the project's quota has room for a request, and count it."""
@@ -226,20 +220,13 @@ class BatchRunner:
             except errors.QuotaExceeded as error:
                 await asyncio.sleep(error.retry_after or RETRY)
 
-    async def _write(self, id: str, results: asyncio.Queue[_Found | None]) -> None:
-        """Write results from the queue, all available ones together, until None."""
-        ended = False
-        while not ended:
-            found = [await results.get()]
-            with contextlib.suppress(asyncio.QueueEmpty):
-                while True:
-                    found.append(results.get_nowait())
-            ended = None in found
-            for name in (OUTPUT, ERRORS):
-                lines = [each.result for each in found if each is not None and each.name == name]
-                if lines:
-                    await uncancelled_thread(self._results(id, name).append, *lines)
-                    self.store.count(id, **{"completed" if name == OUTPUT else "failed": len(lines)})
+    async def _write(self, id: str, found: list[_Found]) -> None:
+        """Write results, and remove them from the list."""
+        results, found[:] = [*found], []
+        for name in (OUTPUT, ERRORS):
+            if lines := [each.result for each in results if each.name == name]:
+                await uncancelled_thread(self._results(id, name).append, *lines)
+                self.store.count(id, **{"completed" if name == OUTPUT else "failed": len(lines)})
 
     async def _answer(self, record: BatchRecord, line: _Line) -> _Found:
         raw = await asyncio.to_thread(_read_at, self.store.input(record.id), line.start, line.length)
