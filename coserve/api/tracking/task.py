@@ -4,26 +4,20 @@ libraries are imported there, and keep their threads and connections there."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from coserve.api.tracking.points import Point, Run, Text
-from coserve.core.errors import ConfigError, TrackingFailed
+from coserve.core.errors import TrackingFailed
 from coserve.core.training.jobs import JobState
 from coserve.data.offload.protocol import TaskContext
 
 log = logging.getLogger(__name__)
 
-SINKS = {
-    "tensorboard": ("TensorBoard", "tensorboardX"),
-    "wandb": ("WeightsAndBiases", "wandb"),
-    "mlflow": ("MLflow", "mlflow"),
-}
-"""Class of each tracker, in its module, and the library that it writes with. The package's extras have the trackers'
-names."""
+SINKS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow"}
+"""Class of each tracker, in its module."""
 
 
 class Sink(Protocol):
@@ -46,15 +40,6 @@ class Sink(Protocol):
 OpenSink = Callable[[Path, Run, int], Sink]
 """`(folder, run, step)`: open a run or continue it. Points from `step` on follow. Points that the run already has are
 replaced or kept, never stored twice. `folder` is the tracker's own and exists."""
-
-
-def check_trackers(names: Iterable[str]) -> None:
-    """Raise `ConfigError`, with the command that installs a missing library; imports none of them."""
-    for name in names:
-        if find_spec(library := SINKS[name][1]) is None:
-            raise ConfigError(
-                f"tracker: {name!r} needs {library}, which is not installed: pip install 'coserve[{name}]'"
-            )
 
 
 def track(
@@ -99,5 +84,5 @@ def _close(context: TaskContext, id: str) -> None:
 
 
 def _opener(tracker: str) -> OpenSink:
-    found: OpenSink = getattr(import_module(f"coserve.api.tracking.sinks.{tracker}"), SINKS[tracker][0])
+    found: OpenSink = getattr(import_module(f"coserve.api.tracking.sinks.{tracker}"), SINKS[tracker])
     return found

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from coserve import __version__
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.limits import STREAMS_TIMEOUT, WAITING_CONNECTIONS, connection_limit
-from coserve.api.tracking.task import check_trackers
+from coserve.api.tracking.libraries import check_trackers
 from coserve.cli.daemon.engine_process import STOP_TIMEOUT, EngineStarts
 from coserve.cli.daemon.supervisor import Supervisor
 from coserve.cli.status_lines import address

@@ -14,8 +14,8 @@ import pytest
 
 from coserve.api.tracking import feed
 from coserve.api.tracking.feed import Cursor, Cursors
+from coserve.api.tracking.libraries import check_trackers
 from coserve.api.tracking.points import run_of
-from coserve.api.tracking.task import check_trackers
 from coserve.core.errors import ConfigError
 from coserve.core.link.jobs import JobProgress, JobStarted
 from tests.support.api_server import Api, serve_api
