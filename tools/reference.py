@@ -21,7 +21,7 @@ from prometheus_client.core import Metric
 from typer.main import get_command
 
 from coserve import client
-from coserve.api.access.handlers import AdminApi
+from coserve.api.access.access import Access
 from coserve.api.adapters.aliases import AliasApi
 from coserve.api.anthropic.handlers import AnthropicApi
 from coserve.api.http.bodies import BodyReader
@@ -80,7 +80,7 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 def http() -> Iterator[str]:
     apis: dict[str, tuple[type, ...]] = {
         "coserve": (NativeApi, AliasApi),
-        "Keys, quotas and the log": (AdminApi,),
+        "Keys, quotas and the log": (Access,),
         "OpenAI": (OpenAIApi, LoraApi, ResponsesApi, BatchesApi, FilesApi, FineTuningApi),
         "Anthropic": (AnthropicApi,),
         "Training sessions": (SessionsApi,),

@@ -12,7 +12,6 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.access.access import AccessLogger
-from coserve.api.access.handlers import AdminApi
 from coserve.api.anthropic.handlers import AnthropicApi
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.limits import STREAMS_TIMEOUT
@@ -81,7 +80,7 @@ def make_app(
             "Training sessions": (SessionsApi(service, bodies),),
             "Tinker": (tinker,),
             "Tokenizer": (tokenizer,),
-            "Administration": (AdminApi(service.access, service.engine, bodies),),
+            "Administration": (service.access,),
         },
         bodies,
     )

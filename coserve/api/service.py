@@ -83,8 +83,8 @@ class Service:
         self.folder, self.tokenizer, self.sampling_defaults = folder, tokenizer, sampling_defaults
         self.files = FileStore(folder.files)
         self._config = config
-        self.access = Access(config.api_key, registry, self.files)
         self.engine = engine or EngineClient()
+        self.access = Access(config.api_key, registry, self.files, self.engine)
         node = Node(config, folder, registry, tokenizer, self.engine)
         self.metrics = Metrics(self.engine.name)
         self.history = ReportHistory()

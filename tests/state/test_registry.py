@@ -47,7 +47,7 @@ def test_a_job_from_start_to_end(registry: Registry, path: Path) -> None:
     registry.record_start("job-1", 3, 0)
     for step in (1, 2, 3):
         registry.record_step("job-1", make_metrics(step))
-        registry.record_checkpoint("job-1", step)
+        registry.record_message("job-1", f"checkpoint at step {step}", type="checkpoint")
     done = registry.succeed("job-1", make_adapter(source="job:job-1"))
     assert done.state is JobState.SUCCEEDED
     assert done.result == AdapterRef("poet", 1)

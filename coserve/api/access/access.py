@@ -1,8 +1,9 @@
-"""Checks the key, the scope and the quota of a request before its body is read."""
+"""Checks the key, the scope and the quota of a request before its body is read. Also the routes below `/admin`."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, defaultdict
 from functools import partial
 
@@ -12,13 +13,16 @@ from aiohttp.abc import AbstractAccessLogger
 from coserve.api.access.keys import KeyRing, key_view
 from coserve.api.access.quotas import Quotas
 from coserve.api.access.scopes import scopes_of
+from coserve.api.engine_client import EngineClient
 from coserve.api.http.room import ROOM, Room, leave_room
+from coserve.api.http.route import Route
 from coserve.api.http.security import Handler
 from coserve.api.metrics.traces import PARENT, parent
 from coserve.core.access.principal import Principal, Scope, act_as
-from coserve.core.access.schemas import CreateKey, NewKey, Quota
-from coserve.core.errors import EngineUnavailable, MissingScope
+from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList
+from coserve.core.errors import EngineUnavailable, MissingScope, NotFound
 from coserve.core.logs import log_event
+from coserve.core.names import NAME_RULE, is_name
 from coserve.state.files import FileStore
 from coserve.state.registry.access import KeyRecord
 from coserve.state.registry.registry import Registry
@@ -31,8 +35,8 @@ NOBODY = Principal("", frozenset())
 class Access:
     """Keys and quotas in memory, always equal to those in the registry."""
 
-    def __init__(self, api_key: str | None, registry: RegistryThread, files: FileStore) -> None:
-        self._registry, self._files = registry, files
+    def __init__(self, api_key: str | None, registry: RegistryThread, files: FileStore, engine: EngineClient) -> None:
+        self._registry, self._files, self._engine = registry, files, engine
         self.keys, self.quotas = KeyRing(api_key), Quotas()
         self._open: defaultdict[str, set[asyncio.Transport]] = defaultdict(set)
         """Connections of requests in progress, by the id of their key; public routes left out."""
@@ -122,11 +126,12 @@ class Access:
         if (found := request.get(PRINCIPAL)) is not None:
             response.headers.update(self.quotas.headers(found.project))
 
-    # ---- changes
+    # ---- routes, for keys with the scope admin: keys, quotas, and settings that change while the daemon runs
 
-    async def create_key(self, request: CreateKey) -> NewKey:
+    @Route("POST", "/admin/keys", "Create an API key", status=201, errors=(422, 507))
+    async def create_key(self, body: CreateKey) -> NewKey:
         """Make a key; durable when this returns. Raises `InvalidRequest`."""
-        record, secret = self.keys.make(request)
+        record, secret = self.keys.make(body)
         await asyncio.shield(self._store(record))
         return NewKey(key=key_view(record), secret=secret)
 
@@ -134,10 +139,15 @@ class Access:
         await self._registry(lambda registry: registry.add_key(record))
         self.keys.load([record])
 
-    async def revoke_key(self, id: str) -> KeyRecord:
+    @Route("GET", "/admin/keys", "List API keys, revoked ones too, oldest first")
+    async def list_keys(self) -> KeyList:
+        return KeyList(data=self.keys.views())
+
+    @Route("DELETE", "/admin/keys/{id}", "Revoke an API key; its requests in progress are cut off", errors=(507,))
+    async def revoke_key(self, id: str) -> ApiKey:
         """Revoke a key: later requests get 401, and connections of those in progress are closed. Raises `NotFound`,
         `InvalidRequest` for the last administrator's key."""
-        return await asyncio.shield(self._revoke(id))
+        return key_view(await asyncio.shield(self._revoke(id)))
 
     async def _revoke(self, id: str) -> KeyRecord:
         record = await self._registry(lambda registry: registry.revoke_key(id, last_admin=self.keys.has_own))
@@ -146,10 +156,23 @@ class Access:
             transport.abort()
         return record
 
-    async def set_quota(self, project: str, quota: Quota) -> None:
-        """Replace a project's quota, from now on."""
-        await asyncio.shield(self._registry(lambda registry: registry.set_quota(project, quota)))
-        self.quotas.set(project, quota)
+    @Route("GET", "/admin/quotas", "List the quotas of projects")
+    async def list_quotas(self) -> QuotaList:
+        return QuotaList(data=dict(self.quotas.all))
+
+    @Route("PUT", "/admin/quotas/{id}", "Replace the quota of a project", errors=(422, 507))
+    async def set_quota(self, id: str, body: Quota) -> Quota:
+        if not is_name(id):
+            raise NotFound(f"expected {NAME_RULE}", field="id")
+        await asyncio.shield(self._registry(lambda registry: registry.set_quota(id, body)))
+        self.quotas.set(id, body)
+        return body
+
+    @Route("PUT", "/admin/log-level", "Change the log level until the daemon ends", errors=(422,))
+    async def set_log_level(self, body: LogLevel) -> LogLevel:
+        logging.getLogger().setLevel(body.level.upper())
+        self._engine.set_log_level(body.level)
+        return body
 
 
 def _authorization(request: web.Request) -> str:

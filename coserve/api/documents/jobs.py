@@ -28,7 +28,7 @@ from coserve.core.errors import (
     failure_text,
 )
 from coserve.core.link.jobs import CancelJob, JobNote, JobSnapshot
-from coserve.core.schemas.documents import DocumentEvaluation, DocumentJob
+from coserve.core.schemas.documents import DocumentEvaluation, DocumentJob, DocumentSettings
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.limits import longest_row
 from coserve.data.corpus.tokenized import Corpus
@@ -103,27 +103,27 @@ class DocumentJobs:
             record = await self._recorder.change(
                 id, lambda registry: registry.set_state(id, JobState.RUNNING, message="job running: asks and answers")
             )
-        if record.state is not JobState.RUNNING or record.prepared:
+        document = record.document
+        if record.state is not JobState.RUNNING or record.prepared or document is None:
             return
         chunks = await asyncio.to_thread(read_chunks, self._folder.document(id))
-        job, lessons = await self._lessons(record, chunks)
-        corpus, texts = await asyncio.to_thread(self._corpus, record, chunks, lessons)
+        job, lessons = await self._lessons(record, document, chunks)
+        corpus, texts = await asyncio.to_thread(self._corpus, record, document.settings, chunks, lessons)
         if job.settings.recipe == "encoder":
             record = msgspec.structs.replace(record, spec=msgspec.structs.replace(record.spec, first_rows=texts))
         await self.prepared(record, corpus, job)
 
-    async def _lessons(self, record: JobRecord, chunks: Chunks) -> tuple[DocumentJob, Lessons]:
-        assert record.document is not None, "expected a document's job"
+    async def _lessons(self, record: JobRecord, document: DocumentJob, chunks: Chunks) -> tuple[DocumentJob, Lessons]:
         await self._texts.read_template()
         id, seed = record.spec.id, record.spec.training.seed
         show = partial(self._show, id)
-        teaching = Teaching(record.document, chunks, seed, self._folder.job(id), self._tokenizer, self._asker, show)
+        teaching = Teaching(document, chunks, seed, self._folder.job(id), self._tokenizer, self._asker, show)
         return await teaching.run()
 
-    def _corpus(self, record: JobRecord, chunks: Chunks, lessons: Lessons) -> tuple[Corpus, int]:
+    def _corpus(
+        self, record: JobRecord, settings: DocumentSettings, chunks: Chunks, lessons: Lessons
+    ) -> tuple[Corpus, int]:
         """Return what `lesson_corpus` does. Raises `EmptyCorpus`."""
-        assert record.document is not None, "expected a document's job"
-        settings = record.document.settings
         spec = record.spec
         context, limit = self._engine.spec.context - prefix_tokens(spec), self._config.micro_batch_tokens
         longest = longest_row(spec.training, context, limit - encoded_tokens(spec))
@@ -134,7 +134,7 @@ class DocumentJobs:
                 found = f"{len(lessons.taught)} of the {given} questions given have an answer"
                 way_out = "give more" + (' (2 with publish "always")' if least > 2 else "")
             raise EmptyCorpus(f"{found}: expected {least} at least, half of them to evaluate; {way_out}")
-        learned, _ = _split(lessons, record)
+        learned, _ = _split(lessons, settings, spec.training.seed)
         texts = [self._tokenizer.encode(text) for text in chunks.texts]
         return lesson_corpus([*learned, *lessons.replayed], texts, settings, longest)
 
@@ -182,9 +182,9 @@ class DocumentJobs:
 
     async def _evaluation(self, record: JobRecord, document: DocumentJob, snapshot: JobSnapshot) -> DocumentEvaluation:
         chunks = await asyncio.to_thread(read_chunks, self._folder.document(record.spec.id))
-        _, lessons = await self._lessons(record, chunks)
-        _, held = _split(lessons, record)
-        other = await self._registry(partial(_other, record=record))
+        _, lessons = await self._lessons(record, document, chunks)
+        _, held = _split(lessons, document.settings, record.spec.training.seed)
+        other = await self._registry(partial(_other, record=record, digest=document.digest))
 
         async def show(done: int, total: int) -> None:
             job = msgspec.structs.replace(document, phase="evaluation", done=done, total=total)
@@ -201,23 +201,18 @@ class DocumentJobs:
         )
 
 
-def _split(lessons: Lessons, record: JobRecord) -> tuple[list[Lesson], list[Lesson]]:
+def _split(lessons: Lessons, settings: DocumentSettings, seed: int) -> tuple[list[Lesson], list[Lesson]]:
     """Return the lessons to train on, and those to evaluate. The recipe `lm` trains on none and evaluates all."""
-    assert record.document is not None, "expected a document's job"
-    settings = record.document.settings
-    if settings.recipe == "lm":
-        return [], lessons.taught
-    return held_out(lessons.taught, settings.holdout, record.spec.training.seed)
+    return ([], lessons.taught) if settings.recipe == "lm" else held_out(lessons.taught, settings.holdout, seed)
 
 
-def _other(registry: Registry, *, record: JobRecord) -> str | None:
-    """Return the latest adapter of another document, on the same base. Adapters of the same document are left out: they
-    may know the answers."""
-    assert record.document is not None, "expected a document's job"
+def _other(registry: Registry, *, record: JobRecord, digest: str) -> str | None:
+    """Return the latest adapter of another document, on the same base. Adapters of the same document, which has this
+    digest, are left out: they may know the answers."""
     published = set(registry.adapter_refs())
     for job in registry.jobs(limit=-1, states=(JobState.SUCCEEDED,)):
         same = job.base_fingerprint == record.base_fingerprint and job.spec.adapter != record.spec.adapter
-        other = job.document is not None and job.document.digest != record.document.digest
+        other = job.document is not None and job.document.digest != digest
         if other and same and job.result in published:
             return str(job.result)
     return None

@@ -58,12 +58,12 @@ class BodyReader:
             return await self.decode(body, decoder, dialect=dialect)
 
     @asynccontextmanager
-    async def body(self, request: web.Request, *, compressed: bool = False) -> AsyncIterator[bytearray]:
+    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
         """Read a JSON body, or another small one, into memory. Its bytes count towards `TOTAL_BYTES` until the block
-        ends. `compressed`: accept a `Content-Encoding`, and return the bytes as they came. Raises `BodyTooLarge`,
-        `RequestTimeout`, `QueueFull`."""
+        ends. They are returned as they came, whatever their `Content-Encoding`, which the gate checks. Raises
+        `BodyTooLarge`, `RequestTimeout`, `QueueFull`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
-        check_head(request, limit, compressed=compressed)
+        check_head(request, limit)
         await ask_for_body(request)
         body = bytearray()
         try:
@@ -129,10 +129,8 @@ class BodyReader:
         return bytes(chunk)
 
 
-def check_head(request: web.Request, limit: int, *, compressed: bool = False) -> None:
-    """Refuse a body by its headers, before it is read."""
-    if "Content-Encoding" in request.headers and not compressed:
-        raise errors.UnsupportedEncoding("compressed bodies are not accepted")
+def check_head(request: web.Request, limit: int) -> None:
+    """Refuse a body by its declared size, before it is read."""
     if request.content_length is not None and request.content_length > limit:
         raise errors.BodyTooLarge(f"expected a body of at most {limit} bytes, got {request.content_length}")
 

@@ -102,8 +102,7 @@ class UploadReader:
         """Save the files and return the bytes of the settings."""
         settings: bytes | None = None
         files: set[str] = set()
-        reader = multipart_reader(request)
-        while (part := await self._next_part(reader)) is not None:
+        async for part in self._parts(request):
             if part.name == "settings" and settings is None:
                 settings = await self._settings(request, part)
             elif part.name == "file":
@@ -124,8 +123,7 @@ class UploadReader:
     async def _form(self, request: web.Request, path: Path) -> Form:
         fields: dict[str, str] = {}
         filename: str | None = None
-        reader = multipart_reader(request)
-        while (part := await self._next_part(reader)) is not None:
+        async for part in self._parts(request):
             name = str(part.name)[:80]
             if name in fields or (name == "file" and filename is not None):
                 raise InvalidRequest(f"expected one part {name!r}, got more", field=name)
@@ -143,18 +141,23 @@ class UploadReader:
             raise InvalidRequest("expected a file, got none", field="file")
         return Form(fields, filename, path)
 
-    async def _next_part(self, reader: MultipartReader) -> BodyPartReader | None:
-        async with asyncio.timeout(self._timeout):
-            part = await reader.next()
-        if isinstance(part, MultipartReader):
-            raise InvalidRequest("expected no multipart within a multipart body")
-        if part is not None and not part.name:
-            raise InvalidRequest(
-                'expected a name for each part (Content-Disposition: form-data; name="file"), got none'
-            )
-        if part is not None and any(name in part.headers for name in ("Content-Encoding", "Content-Transfer-Encoding")):
-            raise UnsupportedEncoding("parts with an encoding are not accepted")
-        return part
+    async def _parts(self, request: web.Request) -> AsyncIterator[BodyPartReader]:
+        """Yield the parts of a body. Raises ValueError for too many lines between them."""
+        reader = MultipartReader(request.headers, cast(StreamReader, _PacedStream(request.content)))
+        while True:
+            async with asyncio.timeout(self._timeout):
+                part = await reader.next()
+            if part is None:
+                return
+            if isinstance(part, MultipartReader):
+                raise InvalidRequest("expected no multipart within a multipart body")
+            if not part.name:
+                raise InvalidRequest(
+                    'expected a name for each part (Content-Disposition: form-data; name="file"), got none'
+                )
+            if any(name in part.headers for name in ("Content-Encoding", "Content-Transfer-Encoding")):
+                raise UnsupportedEncoding("parts with an encoding are not accepted")
+            yield part
 
     async def _chunks(self, request: web.Request, part: BodyPartReader) -> AsyncIterator[bytes]:
         while True:
@@ -227,9 +230,3 @@ class _PacedStream:
 
     def at_eof(self) -> bool:
         return self._content.at_eof()
-
-
-def multipart_reader(request: web.Request) -> MultipartReader:
-    """Return aiohttp's multipart reader for the body. Reading from it raises ValueError for too many lines between
-    parts."""
-    return MultipartReader(request.headers, cast(StreamReader, _PacedStream(request.content)))

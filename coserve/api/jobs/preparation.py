@@ -22,7 +22,6 @@ from coserve.core.cancellation import cancel_all, uncancelled_thread
 from coserve.core.errors import CorpusError, EmptyCorpus
 from coserve.core.schemas.jobs import Job, Preparing, SubmissionEvent
 from coserve.data.corpus.columns import Columns
-from coserve.data.corpus.conversion import MAX_UNPACKED
 from coserve.data.corpus.limits import LIMITS, CorpusLimits
 from coserve.data.corpus.staging import (
     CorpusPart,
@@ -43,10 +42,6 @@ Report = Callable[[int, float], None]
 """Callback with the number of tokenised rows, and the fraction of the corpus that they are."""
 
 
-async def _unlimited() -> int:
-    return MAX_UNPACKED
-
-
 class CorpusPreparation:
     """Tokenises corpora with a pool of helpers. `folder`: for unfinished corpora. `workers`: processes of the pool; a
     corpus has at most `workers + 1` pieces queued or running. `room` returns the most bytes of rows that a gzip file of
@@ -57,8 +52,8 @@ class CorpusPreparation:
         helpers: HelperPool,
         folder: Path,
         workers: int,
+        room: Callable[[], Awaitable[int]],
         limits: CorpusLimits = LIMITS,
-        room: Callable[[], Awaitable[int]] = _unlimited,
     ) -> None:
         self._helpers, self._folder, self._window, self._limits = helpers, folder, workers + 1, limits
         self._room = room

@@ -69,8 +69,8 @@ class JobRecorder:
         self._lock_retries = Retries(FOR_EVER, errors=errors.StorageBusy)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
         self._late: dict[str, deque[JobMessage]] = {}
-        """What the disk has refused of each job, oldest first: progress, then maybe a success and all later messages. A
-        job whose checkpoint finds no space waits, so progress is at most the steps between two checkpoints."""
+        """Messages of each job that the disk refused, oldest first: progress, then maybe a success and all later ones.
+        A job whose checkpoint finds no space waits, so progress is at most the steps between two checkpoints."""
         self._catching_up: dict[str, asyncio.Task[None]] = {}
         self._writing_late = asyncio.Lock()
         self._removals: set[asyncio.Task[None]] = set()
@@ -198,7 +198,8 @@ class JobRecorder:
                 await write(lambda registry: registry.record_step(id, metrics))
                 self._metrics.step(metrics.tokens)
             case JobCheckpoint(id=id, step=step):
-                await write(lambda registry: registry.record_checkpoint(id, step))
+                text = f"checkpoint at step {step}"
+                await write(lambda registry: registry.record_message(id, text, type="checkpoint"))
             case JobSample(id=id, sample=sample):
                 await write(lambda registry: registry.record_sample(id, sample))
             case JobNote(id=id, message=text, kept=True):

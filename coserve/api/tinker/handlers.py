@@ -141,7 +141,7 @@ class TinkerApi:
     @_post("forward_backward", "Forward and backward; the body is protobuf", compressed=True)
     async def tinker_forward_backward(self, request: web.Request) -> schemas.TinkerFuture:
         encoding = request.headers.get("Content-Encoding", "")
-        async with self._bodies.body(request, compressed=True) as body:
+        async with self._bodies.body(request) as body:
             content = bytes(body)
         call = await self._bodies.decode(await asyncio.to_thread(expanded, content, encoding), decode_call)
         run = self._runs.run(call.model_id)

@@ -145,10 +145,6 @@ class Registry(AccessTable, AdapterTable):
             self._append(spec.id, "document", f"{document.phase}: {message}", document=document)
             return self._save(msgspec.structs.replace(record, spec=spec, total_steps=total_steps, document=document))
 
-    def record_checkpoint(self, id: str, step: int) -> None:
-        """Record that a checkpoint is durable. Raises `JobNotFound`."""
-        self.record_message(id, f"checkpoint at step {step}", type="checkpoint")
-
     def record_sample(self, id: str, sample: Sample) -> None:
         """Record a generated sample; the first one of its step and prompt is kept. Raises `JobNotFound`,
         `WrongJobState`."""

@@ -30,6 +30,10 @@ WIDE = PIECES.bytes // 20
 """Bytes of a line: most are blanks, which cost nothing to tokenise."""
 
 
+async def unlimited() -> int:
+    return 1 << 40
+
+
 @pytest.fixture
 async def pool() -> AsyncIterator[HelperPool]:
     pool = HelperPool(tokenizer().state, 3)
@@ -55,7 +59,7 @@ def rows(path: Path, *, bad: dict[int, dict[str, Any]] | None = None) -> Path:
 
 async def test_several_processes_make_the_corpus_of_one(tmp_path: Path, pool: HelperPool) -> None:
     source, reports = rows(tmp_path / "rows.jsonl"), list[tuple[int, float]]()
-    staged = await CorpusPreparation(pool, tmp_path / "staging", 3).tokenize(
+    staged = await CorpusPreparation(pool, tmp_path / "staging", 3, unlimited).tokenize(
         source, OPTIONS, lambda done, share: reports.append((done, share))
     )
     expected, found = tokenize_rows(parse_jsonl(source), tokenizer(), 12), Corpus.load(Path(staged.path))
@@ -72,13 +76,13 @@ async def test_several_processes_make_the_corpus_of_one(tmp_path: Path, pool: He
 @pytest.mark.slow
 async def test_the_first_error_of_the_file_is_the_one_that_is_raised(tmp_path: Path, pool: HelperPool) -> None:
     """Whichever process finds one first."""
-    one = CorpusPreparation(pool, tmp_path / "staging", 3)
+    one = CorpusPreparation(pool, tmp_path / "staging", 3, unlimited)
     source = rows(tmp_path / "rows.jsonl", bad={35: {"prompt": "x", "completion": ""}, 41: {"txt": "x"}})
     with pytest.raises(NoTargets, match=r"^line 35: the row has nothing to learn$") as caught:
         await one.tokenize(source, OPTIONS)
     assert caught.value.line == 35
     with pytest.raises(MalformedRow, match="line 31: expected a corpus of at most 30 rows"):
-        await CorpusPreparation(pool, tmp_path / "staging", 3, CorpusLimits(rows=30)).tokenize(
+        await CorpusPreparation(pool, tmp_path / "staging", 3, unlimited, CorpusLimits(rows=30)).tokenize(
             rows(tmp_path / "good.jsonl"), OPTIONS
         )
     source.write_bytes(b"\n" * (PIECES.bytes + 5))
@@ -93,7 +97,7 @@ async def test_the_first_error_of_the_file_is_the_one_that_is_raised(tmp_path: P
 async def test_a_worker_that_is_killed_ends_its_own_job_alone(
     tmp_path: Path, pool: HelperPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, source = CorpusPreparation(pool, tmp_path / "staging", 3), rows(tmp_path / "rows.jsonl")
+    one, source = CorpusPreparation(pool, tmp_path / "staging", 3, unlimited), rows(tmp_path / "rows.jsonl")
     (tmp_path / "staging").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "tokenize_piece", tasks.die_of_a_piece)
@@ -107,7 +111,7 @@ async def test_a_small_corpus_does_not_wait_for_the_end_of_a_large_one(tmp_path:
     pool, order = HelperPool(tokenizer().state, 1), list[str]()
     large, small = rows(tmp_path / "large.jsonl"), tmp_path / "small.jsonl"
     small.write_bytes(line({"text": "a b"}))
-    begun, one = asyncio.Event(), CorpusPreparation(pool, tmp_path / "staging", 1)
+    begun, one = asyncio.Event(), CorpusPreparation(pool, tmp_path / "staging", 1, unlimited)
 
     async def tokenized(name: str, source: Path) -> None:
         await one.tokenize(source, OPTIONS, lambda *_: begun.set())
@@ -123,7 +127,7 @@ async def test_a_small_corpus_does_not_wait_for_the_end_of_a_large_one(tmp_path:
 
 async def test_a_corpus_that_nobody_waits_for_leaves_nothing(tmp_path: Path, pool: HelperPool) -> None:
     begun = asyncio.Event()
-    one = CorpusPreparation(pool, tmp_path / "staging", 3)
+    one = CorpusPreparation(pool, tmp_path / "staging", 3, unlimited)
     task = asyncio.create_task(one.tokenize(rows(tmp_path / "rows.jsonl"), OPTIONS, lambda *_: begun.set()))
     await begun.wait()
     task.cancel()
