@@ -18,8 +18,6 @@ class JobQueue:
         self._ready: dict[str, None] = {}  # an ordered set
         self._suspended: tuple[str, ...] = ()
         """The jobs that `put_first` moved, until one of them rotates."""
-        self._order: tuple[str, ...] | None = None
-        """Cached `ready()`; None after a change."""
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -31,7 +29,6 @@ class JobQueue:
         """Append a job, or insert it at its place of a fixed order."""
         assert job not in self, job
         self._ready[job] = None
-        self._order = None
         if self._number is not None:
             others = [each for each in self._ready if each not in self._suspended]
             first = [each for each in self._suspended if each in self._ready]
@@ -41,7 +38,6 @@ class JobQueue:
         """Remove a job that ended or was paused."""
         assert job in self, job
         del self._ready[job]
-        self._order = None
 
     def rotate(self, job: str) -> None:
         """Move a job behind all others, or back to its place of a fixed order."""
@@ -54,10 +50,7 @@ class JobQueue:
         first = self._suspended = tuple(jobs)
         if self.ready()[: len(first)] != first:
             self._ready = dict.fromkeys((*first, *self._ready))
-            self._order = None
 
     def ready(self) -> tuple[str, ...]:
         """Jobs that can train, the next one first."""
-        if self._order is None:
-            self._order = tuple(self._ready)
-        return self._order
+        return tuple(self._ready)

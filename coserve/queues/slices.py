@@ -30,32 +30,23 @@ class OverlapSpeed:
     """
 
     def __init__(self) -> None:
-        self._slices: deque[tuple[float, float]] = deque()
+        self._slices: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """For each slice: seconds overlapped with steps, and seconds of training work done in them."""
-        self._overlapped = self._used = 0.0
-        """Sums over `_slices`."""
+        self.share = FIRST_GUESS
+        """The fraction, between 0 and 1; `FIRST_GUESS` until measured."""
 
     def add(self, seconds: float, overlapped: float, alone: float) -> None:
         """Add a slice: it took `seconds`, `overlapped` of them with a step; without steps it would take `alone`."""
         if overlapped <= 0:
             return
-        one = overlapped, alone - (seconds - overlapped)
-        for (longer, used), sign in (
-            (one, 1),
-            *([(self._slices.popleft(), -1)] if len(self._slices) == WINDOW else []),
-        ):
-            self._overlapped += sign * longer
-            self._used += sign * used
-        self._slices.append(one)
+        self._slices.append((overlapped, alone - (seconds - overlapped)))
+        if self.measured:
+            longer, used = map(sum, zip(*self._slices, strict=True))
+            self.share = min(max(used / longer, 0.0), 1.0)
 
     @property
     def measured(self) -> bool:
         return len(self._slices) >= ENOUGH
-
-    @property
-    def share(self) -> float:
-        """The fraction, between 0 and 1; `FIRST_GUESS` until measured."""
-        return min(max(self._used / self._overlapped, 0.0), 1.0) if self.measured else FIRST_GUESS
 
 
 class Trials:

@@ -120,9 +120,7 @@ class DocumentSubmission:
         _refuse({"training.one_row_per_answer": training.one_row_per_answer}, " beside a document")
         most = _most_prefix(asked, base)
         size = asked.chunk_tokens or min(USUAL_CHUNK, base.context // 2)
-        if size > most:
-            what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
-            raise InvalidRequest(f"expected at most {most}, {what}, got {size}", field="document.chunk_tokens")
+        _check_most(size, most, base, field="document.chunk_tokens")
         overlap = size // 8 if asked.overlap_tokens is None else asked.overlap_tokens
         if overlap >= size:
             raise InvalidRequest(f"expected less than a chunk's {size}, got {overlap}", field="document.overlap_tokens")
@@ -186,6 +184,12 @@ def _most_prefix(settings: DocumentSettings, base: BaseSpec) -> int:
     return base.context - settings.answer_tokens - QUESTION_TOKENS - INSTRUCTION_TOKENS
 
 
+def _check_most(tokens: int, most: int, base: BaseSpec, *, field: str) -> None:
+    if tokens > most:
+        what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
+        raise InvalidRequest(f"expected at most {most}, {what}, got {tokens}", field=field)
+
+
 def _check_encoder(request: FinetuneRequest, asked: DocumentSettings, base: BaseSpec) -> None:
     """Raise `InvalidRequest` for what an encoder's and a decoder's LoRA cannot be."""
     resolve_targets(LoraSettings(cartridge=True), base)
@@ -203,9 +207,7 @@ def _cartridge(request: FinetuneRequest, tokens: int, most: int, base: BaseSpec)
     """Return the settings of a new cartridge of `tokens` tokens, at most `most`. Raises `InvalidRequest`."""
     given = {"lora": request.lora, "continue_from": request.continue_from}
     _refuse(given, ": a cartridge has no LoRA matrices")
-    if tokens > most:
-        what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
-        raise InvalidRequest(f"expected at most {most}, {what}, got {tokens}", field="document.prefix_tokens")
+    _check_most(tokens, most, base, field="document.prefix_tokens")
     settings = LoraSettings(r=tokens, cartridge=True)
     resolve_targets(settings, base)
     return settings

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 import msgspec
 
@@ -26,13 +25,8 @@ MAX_WATCHERS = 256
 NOT_RUNNING = (JobState.QUEUED, JobState.PAUSED)
 
 
-@dataclass(frozen=True)
-class NotRunning:
-    """Jobs that do not run: queued and paused ones."""
-
-    positions: dict[str, int] = field(default_factory=dict)
-    """Queue position of each queued job; 0 is next."""
-    paused: frozenset[str] = frozenset()
+Line = Mapping[str, int | None]
+"""Queue position of each queued job, 0 is next, and None of each paused one."""
 
 
 class JobViews:
@@ -75,7 +69,7 @@ class JobViews:
         return await self._registry(lambda registry: registry.events(id, after=after))
 
     async def show(self, record: JobRecord) -> Job:
-        return job_view(record, await self._registry(_line) if record.state in NOT_RUNNING else NotRunning())
+        return job_view(record, await self._registry(_line) if record.state in NOT_RUNNING else {})
 
     async def events(self, id: str, after: int, heartbeat: float) -> AsyncGenerator[JobEvent | None, None]:
         """Yield events after `after`, live until the job's end; None after every `heartbeat` seconds without one.
@@ -109,14 +103,13 @@ class JobViews:
             self._watching -= 1
 
 
-def _line(registry: Registry) -> NotRunning:
+def _line(registry: Registry) -> Line:
     records = registry.jobs(limit=-1, states=NOT_RUNNING, everyones=True)
     queued = [record.spec.id for record in reversed(records) if record.state is JobState.QUEUED]
-    paused = frozenset(record.spec.id for record in records if record.state is JobState.PAUSED)
-    return NotRunning({id: position for position, id in enumerate(queued)}, paused)
+    return dict.fromkeys(record.spec.id for record in records) | {id: place for place, id in enumerate(queued)}
 
 
-def job_view(record: JobRecord, line: NotRunning) -> Job:
+def job_view(record: JobRecord, line: Line) -> Job:
     """Return a job in the API's format. `line`: needed for jobs that are queued or paused."""
     spec, metrics = record.spec, record.metrics
     return Job(
@@ -126,11 +119,11 @@ def job_view(record: JobRecord, line: NotRunning) -> Job:
         state=record.state,
         waiting=record.waiting
         if record.after is None or record.state.terminal
-        else waiting_text(record, paused=record.after in line.paused),
+        else waiting_text(record, paused=line.get(record.after, 0) is None),
         created_at=record.created_at,
         started_at=record.started_at,
         finished_at=record.finished_at,
-        queue_position=line.positions.get(spec.id) if record.state is JobState.QUEUED else None,
+        queue_position=line.get(spec.id) if record.state is JobState.QUEUED else None,
         step=record.step,
         total_steps=record.total_steps,
         progress=1.0 if record.state is JobState.SUCCEEDED else record.step / max(1, record.total_steps),
