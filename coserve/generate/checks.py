@@ -56,6 +56,7 @@ def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_
     # The last token's own keys and values are never needed.
     if kv.pages_for(prefix + prompt + max(max_tokens, 1) - 1) > available:
         left = f" ({available * kv.page_tokens} beside the adapter {request.adapter})" if adapter_pages else ""
+        left += f", {prefix} of which the adapter's prefix takes" if prefix else ""
         raise PromptTooLong(
             f"expected prompt and max_tokens to fit the KV pool of {kv.tokens} tokens{left}, "
             f"got {prompt} and {max_tokens}",

@@ -268,3 +268,6 @@ def test_other_bases_and_other_uses_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PromptTooLong, match=f"{TOKENS} of which the adapter's prefix takes"):
         gen.add(request("long", text(base.spec.context - TOKENS)))
     assert not gen.running
+    small = make(base, Shelf({CARTRIDGE: read(tmp_path, base)}), tokens=32)
+    with pytest.raises(PromptTooLong, match=f"32 tokens, {TOKENS} of which the adapter's prefix takes, got 24 and 6"):
+        small.add(request("long", text(24)))
