@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -22,26 +22,20 @@ log = logging.getLogger(__name__)
 CONTENT, RECORD = "content", "record.json"
 
 
-class FileRecord(Wire, frozen=True):
-    """An uploaded file. `created_at`: seconds since the epoch."""
+class Stored(Wire, frozen=True, kw_only=True):
+    """A record of something that has a folder with its id as name. Times: seconds since the epoch."""
 
     id: str
-    filename: str
-    purpose: str
-    bytes: int
     created_at: float
     project: str = DEFAULT_PROJECT
 
 
-class Stored(Protocol):
-    """A record of something that has a folder with its id as name."""
+class FileRecord(Stored, frozen=True, kw_only=True):
+    """An uploaded file."""
 
-    @property
-    def id(self) -> str: ...
-    @property
-    def created_at(self) -> float: ...
-    @property
-    def project(self) -> str: ...
+    filename: str
+    purpose: str
+    bytes: int
 
 
 S = TypeVar("S", bound=Stored)
@@ -83,10 +77,10 @@ class RecordStore(Generic[S]):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, msgspec.DecodeError):
             return None
 
-    def get(self, id: str) -> S:
-        """Return a record. Raises `NotFound`, also for one that the principal does not see."""
+    def get(self, id: str, field: str = "id") -> S:
+        """Return a record. Raises `NotFound` for `field`, also for one that the principal does not see."""
         if (record := self._records.get(id)) is None or not principal().sees(record.project):
-            raise NotFound(f"no {self._noun} {id[:80]!r}", field="id")
+            raise NotFound(f"no {self._noun} {id[:80]!r}", field=field)
         return record
 
     def all(self) -> list[S]:
@@ -125,12 +119,12 @@ class FileStore(RecordStore[FileRecord]):
         self._records[record.id] = record
         return record
 
-    def content(self, id: str, purpose: str | None = None) -> Path:
-        """Return the path of a file's content. Raises `NotFound`, and `InvalidRequest` if the file was uploaded for
-        another purpose than `purpose`."""
-        record = self.get(id)
+    def content(self, id: str, purpose: str | None = None, field: str = "id") -> Path:
+        """Return the path of a file's content. Raises `NotFound` for `field`, and `InvalidRequest` if the file was
+        uploaded for another purpose than `purpose`."""
+        record = self.get(id, field)
         if purpose not in (None, record.purpose):
-            raise InvalidRequest(f"expected a file with purpose {purpose}, got {record.purpose}", field="id")
+            raise InvalidRequest(f"expected a file with purpose {purpose}, got {record.purpose}", field=field)
         return self._folder / record.id / CONTENT
 
     def bytes_of(self, project: str) -> int:

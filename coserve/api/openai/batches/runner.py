@@ -81,10 +81,7 @@ class BatchRunner:
     async def create(self, record: BatchRecord) -> None:
         """Store a batch and start it. Raises `NotFound` without its file, `InvalidRequest` if the file has another
         purpose, `StorageError`."""
-        try:
-            content = self._files.content(record.input_file_id, "batch")
-        except (errors.InvalidRequest, errors.NotFound) as error:
-            raise type(error)(error.message, field="input_file_id") from None
+        content = self._files.content(record.input_file_id, "batch", field="input_file_id")
         await uncancelled_thread(self.store.add, record, content)
         self._start(record)
 

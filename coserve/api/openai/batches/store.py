@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from coserve.core.access.principal import DEFAULT_PROJECT
 from coserve.core.errors import NotFound
 from coserve.core.types import Wire
 from coserve.state.durable import replace_dir, write_file
-from coserve.state.files import RECORD, RecordStore
+from coserve.state.files import RECORD, RecordStore, Stored
 
 INPUT, OUTPUT, ERRORS = "input.jsonl", "output.jsonl", "errors.jsonl"
 
@@ -33,16 +32,13 @@ class BatchProblem(Wire, frozen=True):
     line: int | None = None
 
 
-class BatchRecord(Wire, frozen=True, kw_only=True):
-    """A batch. Times: seconds since the epoch."""
+class BatchRecord(Stored, frozen=True, kw_only=True):
+    """A batch of requests."""
 
-    id: str
     endpoint: str
     input_file_id: str
     completion_window: str
     metadata: dict[str, Any] | None
-    created_at: float
-    project: str = DEFAULT_PROJECT
     status: BatchStatus = "validating"
     total: int = 0
     completed: int = 0

@@ -63,8 +63,8 @@ class FineTuningApi:
 
     def _file(self, id: str, field: str) -> Path:
         try:
-            return self._service.files.content(id, "fine-tune")
-        except (InvalidRequest, NotFound) as error:
+            return self._service.files.content(id, "fine-tune", field)
+        except NotFound as error:
             raise InvalidRequest(error.message, field=field) from None
 
     async def _show(self, id: str) -> schemas.FineTuningJob:

@@ -33,8 +33,13 @@ async def result_records(views: JobViews) -> list[FileRecord]:
 
 
 def _record(job: JobRecord) -> FileRecord:
-    ended = job.finished_at or job.created_at
-    return FileRecord(result_file(job.spec.id), "step_metrics.csv", PURPOSE, 0, ended)
+    return FileRecord(
+        id=result_file(job.spec.id),
+        created_at=job.finished_at or job.created_at,
+        filename="step_metrics.csv",
+        purpose=PURPOSE,
+        bytes=0,
+    )
 
 
 async def read_result(views: JobViews, file: str) -> tuple[FileRecord, bytes]:
