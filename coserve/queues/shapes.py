@@ -35,10 +35,6 @@ class StepShape(NamedTuple):
         """Features for a `Predictor`, each with its own cost; the leading 1 is the constant."""
         return 1.0, self.decodes, self.kv_tokens, self.prefill, self.pairs, self.adapter_bytes, self.alone
 
-    def and_prompt(self, tokens: int, computed: int = 0) -> StepShape:
-        """Add `tokens` tokens of a prompt whose first `computed` tokens are in the cache."""
-        return self._replace(prefill=self.prefill + tokens, pairs=self.pairs + prompt_pairs(tokens, computed))
-
     def __add__(self, other: object) -> StepShape:
         """The shape of several steps measured together."""
         assert isinstance(other, StepShape), other

@@ -19,6 +19,7 @@ from coserve.queues.policy import Due
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
 from tests.support.pages import BareAdapters, BarePages, next_scheduled
+from tests.support.shapes import and_prompt
 
 SLO = Slo(ttft=2.0, tpot=0.5)
 
@@ -92,7 +93,7 @@ def test_a_plan_is_what_is_committed() -> None:
     assert (plan.queued, [request.id for request in plan.waiting]) == (2, ["w900", "w901"])
     scheduled = batch.scheduler.commit(plan, now=0.0)
     assert step_shape(scheduled, batch.adapters.size) == plan.admitting_all
-    assert plan.admitting_all == plan.admitting_nobody.and_prompt(90).and_prompt(7)
+    assert plan.admitting_all == and_prompt(and_prompt(plan.admitting_nobody, 90), 7)
 
 
 def test_a_proposal_changes_nothing() -> None:
@@ -113,9 +114,9 @@ def test_a_proposal_changes_nothing() -> None:
 
 def test_the_next_step_is_known_from_what_was_computed() -> None:
     batch = Batch(30, 90, 5)
-    assert batch.scheduler.propose().admitting_nobody == StepShape(adapter_bytes=200).and_prompt(30).and_prompt(70)
+    assert batch.scheduler.propose().admitting_nobody == and_prompt(and_prompt(StepShape(adapter_bytes=200), 30), 70)
     batch.step()
-    assert batch.scheduler.propose().admitting_nobody == StepShape(1, 31, 0, 0, 200).and_prompt(20, 70).and_prompt(5)
+    assert batch.scheduler.propose().admitting_nobody == and_prompt(and_prompt(StepShape(1, 31, 0, 0, 200), 20, 70), 5)
     batch.launch()
     assert batch.scheduler.propose().admitting_nobody == StepShape(3, 32 + 91 + 6, 0, 0, 200), "they are in flight"
     batch.collect(0.1)

@@ -22,6 +22,7 @@ from coserve.queues.costs import (
     SlidingQuantile,
 )
 from coserve.queues.shapes import STEP_FEATURES, StepShape
+from tests.support.shapes import and_prompt
 
 seconds = st.floats(1e-4, 1.0)
 outliers = st.floats(0.0, 1e9)
@@ -109,7 +110,7 @@ def some_shape(rng: random.Random) -> StepShape:
     decodes = rng.randint(0, 64)
     shape = StepShape(decodes, decodes * rng.randint(100, 2000), 0, 0, rng.randint(0, 32) * 80_000_000)
     for _ in range(rng.randint(1, 4)):
-        shape = shape.and_prompt(rng.randint(2, 500), rng.choice((0, 0, 1000)))
+        shape = and_prompt(shape, rng.randint(2, 500), rng.choice((0, 0, 1000)))
     return shape
 
 

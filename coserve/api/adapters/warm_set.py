@@ -39,20 +39,18 @@ class WarmSet:
         """Count one more request."""
         self._uses[ref] += 1
         if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(FLUSH, self._start, False)
+            loop = asyncio.get_running_loop()
+            self._flush = loop.call_later(FLUSH, lambda: keep_task(self._count(), self._tasks))
 
     def read(self) -> None:
         """Let the engine, which has just started, read the warm set."""
-        self._start(True)
+        keep_task(self._read(), self._tasks)
 
     async def close(self) -> None:
         """Count the uses that are not counted yet."""
         for task in [*self._tasks]:
             await task
         await self._count()
-
-    def _start(self, reads: bool) -> None:
-        keep_task(self._read() if reads else self._count(), self._tasks)
 
     async def _count(self) -> None:
         if self._flush is not None:

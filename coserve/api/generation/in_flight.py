@@ -154,14 +154,14 @@ class InFlightRequests:
         try:
             self._waiting.acquire(adapter, count, batch=batch)
         except QueueFull:
-            self._metrics.refused()
+            self._metrics.refused.inc()
             raise
         return count
 
     def _reserve_prompt_scores(self, request: GenerateRequest, tokens: int) -> int:
         count = 0 if request.prompt_logprobs is None else tokens * (request.prompt_logprobs + 1)
         if self._prompt_scores + count > MAX_PROMPT_SCORES:
-            self._metrics.refused()
+            self._metrics.refused.inc()
             raise QueueFull("too many log-probabilities of prompts at once")
         self._prompt_scores += count
         return count
@@ -219,9 +219,9 @@ class InFlightRequests:
         if isinstance(message, RequestFailed):
             self._states.pop(message.id, None)
             if message.code == QueueFull.code:
-                self._metrics.refused()
+                self._metrics.refused.inc()
             elif message.code == Overloaded.code:
-                self._metrics.shed()
+                self._metrics.shed.inc()
             for one in state.together:
                 one.refused = message.code in (QueueFull.code, Overloaded.code)
             raise error_from_code(message.code, message.message, message.retry_after)

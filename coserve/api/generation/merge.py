@@ -34,11 +34,7 @@ async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asy
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[T]]) -> None:
-    """Cancel all tasks and wait until they have ended, even if the caller is cancelled meanwhile."""
-    await uncancelled(asyncio.create_task(_cancel_groups(tasks)))
-
-
-async def _cancel_groups(tasks: Sequence[asyncio.Task[T]]) -> None:
+    """Cancel all tasks and wait until they have ended."""
     for first in range(0, len(tasks), GROUP):
         await cancel_all(tasks[first : first + GROUP])
 
@@ -71,7 +67,7 @@ async def merge_streams(
             else:
                 yield number, item
     finally:
-        await _cancel(tasks)
+        await uncancelled(asyncio.create_task(_cancel(tasks)))  # even if the caller is cancelled meanwhile
 
 
 async def _follow(number: int, stream: Chunks, queue: ChunkQueue) -> None:
@@ -94,4 +90,4 @@ async def gather(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
         await _start(calls, tasks)
         return await asyncio.gather(*tasks)
     finally:
-        await _cancel(tasks)
+        await uncancelled(asyncio.create_task(_cancel(tasks)))  # even if the caller is cancelled meanwhile

@@ -96,8 +96,8 @@ class Metrics:
         self._finished = self._counter("requests", "Sequences that ended, by finish_reason", "finish_reason")
         for reason in FinishReason:
             self._finished.labels(reason.value)
-        self._refused = self._counter("requests_refused", "Requests refused because the queue was full")
-        self._shed = self._counter(
+        self.refused = self._counter("requests_refused", "Requests refused because the queue was full")
+        self.shed = self._counter(
             "requests_shed", "Requests refused because their first token would have come too late"
         )
         self._responses = self._counter("http_answers", "HTTP responses, by route and status", "route", "status")
@@ -165,12 +165,6 @@ class Metrics:
 
     def cancelled(self) -> None:
         self._finished.labels(FinishReason.CANCELLED.value).inc()
-
-    def refused(self) -> None:
-        self._refused.inc()
-
-    def shed(self) -> None:
-        self._shed.inc()
 
     def responded(self, route: str, status: int) -> None:
         """Count a response. `route` is the route's name, never the path."""
