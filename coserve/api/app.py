@@ -37,7 +37,7 @@ from coserve.api.service import Service
 from coserve.api.sessions.handlers import SessionsApi
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tinker.handlers import TinkerApi
-from coserve.api.tokenizer.handlers import TokenizerApi
+from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi
 from coserve.config import Config
 from coserve.core.garbage import GarbageCollection
 from coserve.core.logs import ACCESS
@@ -51,15 +51,18 @@ def make_app(
     service: Service,
     config: Config,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    max_texts: int = MAX_TEXTS,
     garbage: GarbageCollection | None = None,
 ) -> web.Application:
     """The application over a service. The caller opens and closes the service. `clock`: seconds, for idle connections;
-    `garbage` is collected while no request is in progress (None: left to the interpreter)."""
+    `max_texts`: most texts that `/tokenize` and `/detokenize` handle concurrently; `garbage` is collected while no
+    request is in progress (None: left to the interpreter)."""
     bodies = BodyReader(service.helpers, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     tgi, tinker = TgiApi(service, config), TinkerApi(service, bodies)
     native = NativeApi(service, bodies, uploads, tgi)
-    openai, tokenizer = OpenAIApi(service, config, bodies), TokenizerApi(service, bodies)
+    openai, tokenizer = OpenAIApi(service, config, bodies), TokenizerApi(service, bodies, max_texts=max_texts)
     responses = ResponsesApi(openai)
     answers = batch_answers(openai, responses, bodies)
     batches = BatchRunner(BatchStore(service.folder.batches), service.files, answers, service.access.quotas.admit)

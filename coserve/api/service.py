@@ -24,7 +24,7 @@ from coserve.api.documents.asking import Asker
 from coserve.api.documents.jobs import DocumentJobs
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
-from coserve.api.generation.in_flight import InFlightRequests
+from coserve.api.generation.in_flight import MAX_PROMPT_SCORES, InFlightRequests
 from coserve.api.generation.stop_tokens import turn_notes
 from coserve.api.jobs.evaluation import JobEvaluation
 from coserve.api.jobs.manager import JobManager
@@ -35,7 +35,7 @@ from coserve.api.node import Node
 from coserve.api.page.history import ReportHistory
 from coserve.api.sessions.sessions import TrainingSessions
 from coserve.api.stopping import Stopping
-from coserve.api.tracking.feed import TrackerFeed
+from coserve.api.tracking.feed import CLOSING, TrackerFeed
 from coserve.config import Config
 from coserve.core.errors import EngineUnavailable
 from coserve.core.health import BaseInfo, EngineRanks, Health
@@ -77,9 +77,13 @@ class Service:
         engine: EngineClient | None = None,
         *,
         sampling_defaults: SamplingDefaults = NEUTRAL,
+        max_prompt_scores: int = MAX_PROMPT_SCORES,
+        closing: float = CLOSING,
     ) -> None:
         """`engine`: an existing client, which has recorded the engine's start-up so far; None: a new one.
-        `sampling_defaults`: the base's own, for requests of clients that leave them out."""
+        `sampling_defaults`: the base's own, for requests of clients that leave them out.
+        `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together. `closing`:
+        seconds that a tracker may take when the service closes."""
         self.folder, self.tokenizer, self.sampling_defaults = folder, tokenizer, sampling_defaults
         self.files = FileStore(folder.files)
         self._config = config
@@ -94,7 +98,7 @@ class Service:
         self._preparers = HelperPool(tokenizer.state, config.tokenizer_processes, config.logs)
         self.chats = HelperPool(tokenizer.state, CHAT_HELPERS, config.logs)
         self.texts = AsyncTokenizer(tokenizer, self.helpers, self.chats)
-        self.generation = InFlightRequests(node, self.texts, self.metrics)
+        self.generation = InFlightRequests(node, self.texts, self.metrics, max_prompt_scores=max_prompt_scores)
         self.generation.charge = self.access.quotas.charge
         asker = Asker(self.generation, self.texts, self.engine)
         documents = DocumentJobs(node, self.texts, asker, self.recorder)
@@ -116,7 +120,7 @@ class Service:
         self.conversions = Conversions(node, converters, self.adapters, self.jobs.submit)
         own = (config.tracking_dir or folder.tracking).absolute()
         self._trackers = [
-            TrackerFeed(name, own / name, registry, HelperPool(tokenizer.state, 1, config.logs))
+            TrackerFeed(name, own / name, registry, HelperPool(tokenizer.state, 1, config.logs), closing=closing)
             for name in dict.fromkeys(config.tracker)
         ]
         for tracker in self._trackers:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coserve.api.generation import in_flight
 from coserve.core.link.generation import Generate
-from tests.support.api_server import REPLY, Api, read_events, tokenizer
+from tests.support.api_server import REPLY, Api, read_events, serve_api, tokenizer
 
 IDS = tokenizer().encode("hello there")
 
@@ -79,13 +79,13 @@ async def test_special_tokens_are_text_if_wanted(api: Api) -> None:
     assert (await ask(api))["choices"][0]["text"] == "the"
 
 
-async def test_scores_in_flight_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "MAX_PROMPT_SCORES", 2 * len(IDS))
+async def test_scores_in_flight_are_bounded(tmp_path: Path) -> None:
     body = {"prompt": IDS, "prompt_logprobs": 1}
-    for _ in range(3):  # what one held is free again
-        await ask(api, **body)
-    await api.refused(429, "queue_full", "POST", "/generate", json=body | {"prompt_logprobs": 2})
-    await api.refused(400, "invalid_request", "POST", "/generate", json={"prompt": IDS, "max_tokens": 0})
+    async with serve_api(tmp_path / "data", max_prompt_scores=2 * len(IDS)) as api:
+        for _ in range(3):  # what one held is free again
+            await ask(api, **body)
+        await api.refused(429, "queue_full", "POST", "/generate", json=body | {"prompt_logprobs": 2})
+        await api.refused(400, "invalid_request", "POST", "/generate", json={"prompt": IDS, "max_tokens": 0})
 
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from coserve import __version__
 from coserve.api.http.bodies import SMALL_BODY
 from coserve.api.jobs.submission import SMALL_FILE
-from coserve.api.tokenizer import handlers
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import Api, add_adapter, serve_api, tokenizer
 from tests.support.fake_engine import CONTEXT
@@ -98,10 +97,10 @@ async def test_a_token_id_above_the_vocabulary_is_named_with_its_position(api: A
         assert "expected token ids below 4096 (0 to 4095), got 5000 at position 2" in answer["error"]["message"]
 
 
-async def test_texts_in_memory_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "MAX_TEXTS", 0)
-    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
-        await api.refused(429, "queue_full", "POST", path, json=body)
+async def test_texts_in_memory_are_bounded(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data", max_texts=0) as api:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+            await api.refused(429, "queue_full", "POST", path, json=body)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])

@@ -23,8 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coserve.api.app import ROUTES, make_app, make_runner
 from coserve.api.engine_client import EngineClient
+from coserve.api.generation.in_flight import MAX_PROMPT_SCORES
 from coserve.api.jobs.recorder import JobMessage
 from coserve.api.service import Service
+from coserve.api.tokenizer.handlers import MAX_TEXTS
+from coserve.api.tracking.feed import CLOSING
 from coserve.config import Config
 from coserve.core.link.generation import Generate
 from coserve.core.sampling import NEUTRAL, SamplingDefaults
@@ -220,6 +223,9 @@ async def serve_api(
     cutter: Cutter | None = None,
     middlewares: Sequence[Middleware] = (),
     clock: Callable[[], float] = time.monotonic,
+    max_texts: int = MAX_TEXTS,
+    max_prompt_scores: int = MAX_PROMPT_SCORES,
+    closing: float = CLOSING,
     engine_clock: Callable[[], float] = time.monotonic,
     tokens: Tokenizer | None = None,
     sampling_defaults: SamplingDefaults = NEUTRAL,
@@ -243,8 +249,10 @@ async def serve_api(
             tokens or tokenizer(),
             client,
             sampling_defaults=sampling_defaults,
+            max_prompt_scores=max_prompt_scores,
+            closing=closing,
         )
-        app = make_app(service, config, clock)
+        app = make_app(service, config, clock, max_texts=max_texts)
         if cutter is not None:
             app.middlewares.insert(0, cutter.middleware())
         app.middlewares[:0] = middlewares

@@ -39,16 +39,18 @@ ITERATION_VALUES = 4096
 
 
 class InFlightRequests:
-    """All requests in flight."""
+    """All requests in flight. `max_prompt_scores`: most prompt log-probabilities that they may ask for together."""
 
-    def __init__(self, node: Node, texts: AsyncTokenizer, metrics: Metrics) -> None:
+    def __init__(
+        self, node: Node, texts: AsyncTokenizer, metrics: Metrics, *, max_prompt_scores: int = MAX_PROMPT_SCORES
+    ) -> None:
         self._config, self._engine, self._registry = node.config, node.engine, node.registry
         self._tokenizer, self._texts, self._metrics = node.tokenizer, texts, metrics
         self._states: dict[str, RequestState] = {}
         """State of the request, by the id of each of its sequences that has not ended."""
         self._budget = IterationBudget(ITERATION_VALUES)
         self._waiting = WaitingLimit(node.config.max_queue, fair=node.config.fair)
-        self._prompt_scores = 0
+        self._prompt_scores, self._max_prompt_scores = 0, max_prompt_scores
         self._stopped: EngineUnavailable | None = None
         self.charge: Callable[[str, int], None] = lambda project, tokens: None
         """Called with a project and the tokens of prompts and texts that its requests have used."""
@@ -160,7 +162,7 @@ class InFlightRequests:
 
     def _reserve_prompt_scores(self, request: GenerateRequest, tokens: int) -> int:
         count = 0 if request.prompt_logprobs is None else tokens * (request.prompt_logprobs + 1)
-        if self._prompt_scores + count > MAX_PROMPT_SCORES:
+        if self._prompt_scores + count > self._max_prompt_scores:
             self._metrics.refused.inc()
             raise QueueFull("too many log-probabilities of prompts at once")
         self._prompt_scores += count

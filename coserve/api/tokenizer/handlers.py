@@ -32,7 +32,6 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 4 << 20
 MAX_TEXTS = 64
-"""Most texts that are tokenised concurrently; further requests get 429."""
 
 
 class TokenizeRequest(Wire, frozen=True):
@@ -88,8 +87,10 @@ class Version(Wire, frozen=True):
 
 
 class TokenizerApi:
-    def __init__(self, service: Service, bodies: BodyReader) -> None:
-        self._service, self._bodies = service, bodies
+    """`max_texts`: most texts that are tokenised concurrently; further requests get 429."""
+
+    def __init__(self, service: Service, bodies: BodyReader, *, max_texts: int = MAX_TEXTS) -> None:
+        self._service, self._bodies, self._max_texts = service, bodies, max_texts
         self._running = 0
 
     @openai_route(
@@ -138,8 +139,8 @@ class TokenizerApi:
     @contextmanager
     def _slot(self) -> Iterator[None]:
         """Bound the number of texts that wait for a thread, and so their memory."""
-        if self._running >= MAX_TEXTS:
-            raise QueueFull(f"{MAX_TEXTS} texts are being tokenised already")
+        if self._running >= self._max_texts:
+            raise QueueFull(f"{self._max_texts} texts are being tokenised already")
         self._running += 1
         try:
             yield

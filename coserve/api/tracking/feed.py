@@ -87,11 +87,12 @@ class TrackerFeed:
         helpers: HelperPool,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        closing: float = CLOSING,
     ) -> None:
-        """`folder`: for the tracker's files. `sleep` takes seconds."""
+        """`folder`: for the tracker's files. `sleep` takes seconds. `closing`: see `CLOSING`."""
         self._tracker, self._folder, self._registry, self._helpers = tracker, folder, registry, helpers
         self._cursors = Cursors(folder / "cursors")
-        self._sleep = sleep
+        self._sleep, self._closing = sleep, closing
         self._changed = asyncio.Event()
         self._jobs: set[str] = set()
         """Jobs with new records."""
@@ -122,7 +123,7 @@ class TrackerFeed:
         if self._running is not None:
             self._running.cancel()
             with contextlib.suppress(TimeoutError, CoserveError):
-                async with asyncio.timeout(CLOSING):
+                async with asyncio.timeout(self._closing):
                     if self._telling is not None:
                         await self._telling
                         if self._trouble is None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from coserve.api.tracking import feed
 from coserve.api.tracking.feed import Cursor, Cursors
 from coserve.api.tracking.libraries import check_trackers
 from coserve.api.tracking.points import run_of
@@ -30,15 +29,7 @@ from tests.support.records import make_job
 pytest.importorskip("tensorboardX")
 
 
-serve = partial(serve_api, tracker=("tensorboard",))
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine closes a tracker slowly."""
-    monkeypatch.setattr(feed, "CLOSING", 600.0)
-
-
+serve = partial(serve_api, tracker=("tensorboard",), closing=600.0)
 """A tracker's process may take longer to start than a daemon would wait."""
 REQUEST = {"adapter": "poet", "data": [{"text": "one two three"}], "training": {"steps": 3}, "lora": {"r": 2}}
 CURVE = [(1, 3.0), (2, 1.5), (3, 1.0)]
