@@ -19,7 +19,7 @@ def send(host: Tensor, device: torch.device) -> Tensor:
 
 def send_ids(device: torch.device, *columns: Sequence[int]) -> list[Tensor]:
     """Send int64 columns in one copy."""
-    flat = np.fromiter(chain.from_iterable(columns), np.int64)  # a third of the time of `torch.tensor`
+    flat = np.fromiter(chain.from_iterable(columns), np.int64)  # faster than `torch.tensor`
     return list(torch.split(send(torch.from_numpy(flat), device), [len(column) for column in columns]))
 
 

@@ -76,7 +76,7 @@ class InputBuffer:
         self._buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host_columns = [column.numpy() for column in torch.split(self._host, list(sizes))]
-        """Views of the host's buffer: numpy converts lists several times faster than torch."""
+        """Views of the host's buffer: numpy converts lists faster than torch."""
         self._loaded: list[list[int]] | None = None
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.columns = torch.split(self._buffer, list(sizes))
