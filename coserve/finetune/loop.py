@@ -250,7 +250,7 @@ class TrainingLoop:
 
     def _denominator(self, batch: Batch) -> int:
         """Denominator of the batch's mean loss: its target tokens, or with a preference loss its rows."""
-        return batch.targets if self._loss.pairs is None else batch.rows
+        return batch.targets if self._loss.preference is None else batch.rows
 
     def _zero_sums(self) -> Tensor:
         return torch.zeros(self._loss.sums, dtype=torch.float64, device=self.session.device)

@@ -204,7 +204,7 @@ class MicroBatchRunner:
                     return own.head(taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K)
 
             return chunked.Divergence(rows, taught, shard)
-        if isinstance(loss.pairs, DpoLoss | KtoLoss):
+        if isinstance(loss.preference, DpoLoss | KtoLoss):
             h_1TD = yield from self._hidden(inputs, reference, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
             likelihood = chunked.Likelihood(rows, rows.sequence_targets, shard)
             own = EndPass(self._base, self._cut, reference, learns=False)
@@ -213,11 +213,11 @@ class MicroBatchRunner:
                 self._head(h_1TD, inputs, chunk, likelihood, None, own)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
             likelihoods_Q2 = likelihood.finish(None)
-            if isinstance(loss.pairs, KtoLoss):
-                return Labelled(rows, likelihoods_Q2, loss.pairs, shard)
-            return chunked.Preference(rows, likelihoods_Q2, loss.pairs, shard)
-        if loss.pairs is not None:
-            return chunked.Preference(rows, None, loss.pairs, shard)
+            if isinstance(loss.preference, KtoLoss):
+                return Labelled(rows, likelihoods_Q2, loss.preference, shard)
+            return chunked.Preference(rows, likelihoods_Q2, loss.preference, shard)
+        if loss.preference is not None:
+            return chunked.Preference(rows, None, loss.preference, shard)
         if loss.tokens is not None:
             return (chunked.SoftTargets if rows.labels_K.ndim > 1 else chunked.TokenFunction)(rows, loss.tokens, shard)
         return chunked.Likelihood(rows, rows.job_targets, shard)

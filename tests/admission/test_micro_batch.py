@@ -143,7 +143,7 @@ def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(base: Measured, top: bo
     runner = MicroBatchRunner(base.base, recompute=False, attention=predicted.FlashAttention)
     meter.reset()
     before = meter.now()
-    loss, how = Loss(pairs=DpoLoss(beta=0.1)), StepRecompute(recomputed)
+    loss, how = Loss(preference=DpoLoss(beta=0.1)), StepRecompute(recomputed)
     run_to_end(runner.forward_backward(rows, batch, optimizer.trainable, optimizer.grads, loss, how))
     counted = meter.peak() - before
     asked = MicroBatchShape(tokens, rows.targets, recomputed, pairs=True)

@@ -115,8 +115,8 @@ def test_loss_rewards_and_gradients_equal_pefts(family: str, logits_bytes: int, 
     runner = MicroBatchRunner(base, recompute=recompute, logits_bytes=logits_bytes)
     assert rows.targets > 16, "several chunks of the smallest size"
     lora = lora_of(optimizer.weights(), rows.tokens)
-    found = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, Loss(pairs=DPO)))
-    evaluated = run_to_end(runner.evaluate(rows, lora, Loss(pairs=DPO)))
+    found = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, Loss(preference=DPO)))
+    evaluated = run_to_end(runner.evaluate(rows, lora, Loss(preference=DPO)))
 
     reference = Reference(family, weights)
     loss, chosen, rejected = reference.losses(PAIRS)
@@ -135,7 +135,7 @@ def test_the_reference_is_suspended_like_the_rest(base: Base) -> None:
     optimizer = AdapterOptimizer(changing_adapter(base), base.spec, TrainingSettings(), base.dtype)
     lora = lora_of(optimizer.weights(), rows.tokens)
     runner = MicroBatchRunner(base, recompute=False)
-    steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, Loss(pairs=DPO)))
+    steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, Loss(preference=DPO)))
     assert steps == [
         *(MicroStep.EVALUATE, MicroStep.EVALUATE_HEAD, MicroStep.FORWARD, MicroStep.FORWARD, MicroStep.HEAD),
         *(MicroStep.BACKWARD, MicroStep.BACKWARD),

@@ -97,7 +97,7 @@ def test_the_reference_of_a_dpo_loss_has_no_noise() -> None:
     for noises, rewarded in (((), False), ((None,), False), ((NOISE,), True)):
         sums = run_to_end(
             runner.forward_backward(
-                rows, lora, optimizer.trainable, optimizer.grads, Loss(pairs=DpoLoss(beta=0.5)), noises=noises
+                rows, lora, optimizer.trainable, optimizer.grads, Loss(preference=DpoLoss(beta=0.5)), noises=noises
             )
         )
         assert bool((sums[0, 2:4].abs() > 1e-3).all()) is rewarded, noises

@@ -161,7 +161,7 @@ def test_gradients_weigh_each_answers_likelihood(name: Any, base: Base) -> None:
         groups.append(torch.stack([-part.sum() for part in logps[2:].split([len(e.after_K) for e in batch.examples])]))
     signs = torch.tensor([one.sign for one in batch.examples], dtype=torch.float64)
     expected, slopes_Q = labelled_loss(groups[0], groups[1], signs, loss)
-    found, gradients = run(ones, 0.1, Loss(pairs=loss))
+    found, gradients = run(ones, 0.1, Loss(preference=loss))
     assert found[[0, 2, 3, 4, 5]].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     for site, gradient in run(slopes_Q.tolist(), 0.1, tokens)[1].items():
         torch.testing.assert_close(gradients[site], gradient, rtol=1e-4, atol=1e-6, msg=site)

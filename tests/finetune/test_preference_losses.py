@@ -144,7 +144,7 @@ def test_a_loss_without_a_reference_runs_no_other_forward(loss: PreferenceLoss, 
     optimizer = AdapterOptimizer(changing_adapter(base), base.spec, TrainingSettings(), base.dtype)
     lora = lora_of(optimizer.weights(), rows.tokens)
     runner = MicroBatchRunner(base, recompute=False)
-    steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, Loss(pairs=loss)))
+    steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, Loss(preference=loss)))
     assert not {MicroStep.EVALUATE, MicroStep.EVALUATE_HEAD} & set(steps)
 
 

@@ -243,7 +243,7 @@ def test_rewards_are_0_at_the_reference_whatever_layers_keep() -> None:
         pack_rows(pairs, range(3), CPU),
     )
     lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
-    runner, loss = MicroBatchRunner(base, recompute=False, compiled=layers), Loss(pairs=DpoLoss(beta=0.3))
+    runner, loss = MicroBatchRunner(base, recompute=False, compiled=layers), Loss(preference=DpoLoss(beta=0.3))
 
     def likelihood() -> Tensor:
         return run_to_end(runner.evaluate(rows, lora))

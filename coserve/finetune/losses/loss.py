@@ -105,7 +105,7 @@ class Loss:
 
     teacher: LoraWeights | None = None
     """The loss is KL(teacher || student) with this adapter as teacher: this rank's shard, in the base's dtype."""
-    pairs: PreferenceLoss | None = None
+    preference: PreferenceLoss | None = None
     """The loss is this one of pairs of rows, or of rows with a label."""
     reference: LoraWeights | None = None
     """Reference adapter of a DPO or KTO loss, in the same form as `teacher`; None: the base."""
@@ -117,13 +117,13 @@ class Loss:
     @property
     def shares(self) -> bool:
         """Whether a forward may include rows of other sessions."""
-        return self.teacher is None and self.pairs is None and self.tokens is None
+        return self.teacher is None and self.preference is None and self.tokens is None
 
     @property
     def sums(self) -> int:
         """Number of sums of a forward: the loss and correct predictions, for pairs three more
         (`losses.chunked.Preference`), for rows with a label four (`losses.labelled.Labelled`)."""
-        return 2 if self.pairs is None else 6 if isinstance(self.pairs, KtoLoss) else 5
+        return 2 if self.preference is None else 6 if isinstance(self.preference, KtoLoss) else 5
 
     def check(self, batch: Batch, vocab: int) -> None:
         """Raise `InvalidRequest` unless a token loss can be computed on `batch`, whose rows come from a client."""

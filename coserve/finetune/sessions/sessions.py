@@ -182,7 +182,7 @@ class Sessions(Generic[AnyTrainee]):
         teacher, reference = self._teacher(spec), None
         if keeps_reference(spec.training, continues=spec.init_from is not None):
             reference = frozen_reference(start, self._base)
-        loss = Loss(pairs=spec.training.loss, tokens=CrossEntropy() if spec.soft_targets else None)
+        loss = Loss(preference=spec.training.loss, tokens=CrossEntropy() if spec.soft_targets else None)
         if teacher is not None:  # then there is no reference
             return replace(loss, teacher=teacher.weights, prepare=teacher.complete)
         return loss if reference is None else replace(loss, reference=reference.weights, prepare=reference.complete)
