@@ -67,7 +67,7 @@ from coserve.workloads.replay import Sample
 
 FILE, PARTS = "adapters_many.json", ("sat", "ttft", "cold", "uniform")
 SETTLED = 4.0
-"""Seconds; also of requests that are not measured, where none were sent before."""
+"""Seconds; also of the requests before the first case, which are not measured."""
 LOAD = 0.7
 SATISFIED = 6.0
 """Seconds until the first token, in S-LoRA's attainment."""
@@ -139,6 +139,8 @@ class Run:
         assert time.monotonic() < self._end, f"no time left for {key}"
         count, exponent, kind = key
         case, names = self._case, self._names(kind, count)
+        if not self._served:  # the daemon's first steps, which capture graphs, are of no case
+            self._settle(case.rate)
         tiers = {
             "in_host_memory": len(resident(self._url, f"{kind}-") & set(names)),
             "in_page_cache": self._fleet.cached(kind, count),
@@ -189,8 +191,7 @@ class Run:
         saturation, source = self._saturation()
         rate = LOAD * saturation
         if not self._served:
-            first = replace(self._case, seconds=SETTLED)
-            self._send(requests_of(first, self._names("s1", 5), 1, rate), SETTLED, rest=3.0)
+            self._settle(rate)
         found = dict[int, float]()
         for count in (5, most):
             names = self._names("s1", count)
@@ -215,6 +216,11 @@ class Run:
             "of 5 adapters",
             Target(1.3, True),
         )
+
+    def _settle(self, rate: float) -> None:
+        """Send requests that are not measured."""
+        first = replace(self._case, seconds=SETTLED)
+        self._send(requests_of(first, self._names(self._case.few[2], self._case.few[0]), 1, rate), SETTLED, rest=3.0)
 
     def _put(
         self, key: str, value: float, unit: str, target: Target | None = None, about: dict[str, Any] | None = None

@@ -5,14 +5,14 @@ other half, and neither takes pages of the other (S-LoRA-no-unify-mem)."""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 if "coserve.engine.process" in sys.orig_argv:
-    from coserve.kernels.attention.interface import KvShape
+    from coserve.engine.parts import EngineParts, PoolSize
     from coserve.lora.store.pages import AdapterPages
     from coserve.lora.store.store import AdapterStore
     from coserve.memory.buffer import PageBuffer
-    from coserve.memory.kv import KvCache
 
     match os.environ["ABLATION"]:
         case "prefetch":
@@ -20,11 +20,12 @@ if "coserve.engine.process" in sys.orig_argv:
         case "overlap":
             PageBuffer.is_quiet = lambda self, span: False  # type: ignore[method-assign]
         case "pool":
-            init, begins, use_pool = KvCache.__init__, PageBuffer.step_begins, AdapterStore.use_pool
+            size, begins, use_pool = EngineParts.pool_size, PageBuffer.step_begins, AdapterStore.use_pool
             apart = list[PageBuffer]()
 
-            def half(self: KvCache, kv_shapes: Sequence[KvShape], *, pages: int, **rest: object) -> None:
-                init(self, kv_shapes, pages=max(1, pages // 2), **rest)  # type: ignore[arg-type]
+            def half(self: EngineParts) -> PoolSize:
+                found = size(self)
+                return replace(found, tokens=found.tokens // 2)
 
             def use_other(self: AdapterStore, buffer: PageBuffer, *told: Callable[..., None]) -> None:
                 apart.append(PageBuffer(buffer.pool.total, buffer.page_bytes, buffer.device))
@@ -34,7 +35,7 @@ if "coserve.engine.process" in sys.orig_argv:
                 for buffer in (self, *apart):
                     begins(buffer)
 
-            KvCache.__init__ = half  # type: ignore[method-assign]
+            EngineParts.pool_size = half  # type: ignore[method-assign]
             AdapterStore.use_pool = use_other  # type: ignore[assignment, method-assign]
             PageBuffer.step_begins = both_begin  # type: ignore[method-assign]
             AdapterPages.needs = lambda self, entry: 0  # type: ignore[method-assign]
