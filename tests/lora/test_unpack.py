@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 import zipfile
@@ -135,6 +136,42 @@ def test_what_tarfile_would_read_as_a_whole_is_refused_whatever_may_be_unpacked(
         unpack_adapter(tmp_path / "a.tar.gz", tmp_path, 1 << 30)
 
 
+@pytest.mark.parametrize("repeated", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_headers_before_headers_are_refused(tmp_path: Path, repeated: bytes) -> None:
+    info = tarfile.TarInfo("x")
+    info.type = repeated
+    with pytest.raises(CorruptAdapter, match="damaged"):
+        unpack(tmp_path, info.tobuf(tarfile.GNU_FORMAT) * 2000)
+
+
+@pytest.mark.parametrize("name", ["card.md", ADAPTER_CONFIG])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_that_claims_to_be_longer_than_any_disk_is_refused(tmp_path: Path, name: str, packed: bool) -> None:
+    """At once: the archive's end is read once, not as often as the size says."""
+    info = tarfile.TarInfo(name)
+    info.size = 1 << 80
+    archive = info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    with pytest.raises(CorruptAdapter, match="damaged"):
+        unpack(tmp_path, gzip.compress(archive) if packed else archive)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_archive_of_many_folders_is_refused(tmp_path: Path, kind: str) -> None:
+    buffer = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(buffer, "w") as packed:
+            for i in range(MEMBERS + 1):
+                packed.mkdir(f"{i}")
+    else:
+        with tarfile.open(fileobj=buffer, mode="w:gz" if kind == "tar.gz" else "w") as tar:
+            for i in range(MEMBERS + 1):
+                folder = tarfile.TarInfo(f"{i}")
+                folder.type = tarfile.DIRTYPE
+                tar.addfile(folder)
+    with pytest.raises(CorruptAdapter, match=f"at most {MEMBERS} files"):
+        unpack(tmp_path, buffer.getvalue())
+
+
 def test_a_zip_file_with_a_huge_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptAdapter, match="at most"):
         unpack(tmp_path, make("zip", *((f"{i}{'x' * 300}", b"") for i in range(4000))))
@@ -144,6 +181,13 @@ def test_a_zip_file_with_a_huge_directory_is_refused(tmp_path: Path) -> None:
 def test_kinds_of_zip_files_that_nobody_reads_are_refused(tmp_path: Path, at: int, value: int) -> None:
     archive = bytearray(make("zip", *BOTH))
     archive[archive.index(b"PK\1\2") + at] |= value  # in the directory
+    with pytest.raises(CorruptAdapter, match="damaged, or is no tar or zip file"):
+        unpack(tmp_path, bytes(archive))
+
+
+def test_a_zip_file_whose_directory_lies_before_its_beginning_is_refused(tmp_path: Path) -> None:
+    archive = bytearray(make("zip", *BOTH))
+    archive[archive.index(b"PK\5\6") + 19] = 0x40  # the highest byte of the directory's offset
     with pytest.raises(CorruptAdapter, match="damaged, or is no tar or zip file"):
         unpack(tmp_path, bytes(archive))
 

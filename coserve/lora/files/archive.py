@@ -31,14 +31,17 @@ BROKEN = (
     tarfile.TarError,
     zipfile.BadZipFile,
     NotImplementedError,  # a kind of zip file that `zipfile` does not read
-    gzip.BadGzipFile,
     zlib.error,
     EOFError,
     ValueError,
     struct.error,
+    OSError,  # `zipfile` seeks to where a header says; errors of the disk are raised as `StorageError` first
+    RecursionError,  # `tarfile` calls itself for each of the extended headers before a file
 )
 
 CHUNK: Final = 256 << 10
+READS_AT_END: Final = 8
+"""Most reads after the end of a tar file: of an archive that is whole, one or two."""
 
 
 class AdapterArchive:
@@ -90,12 +93,13 @@ class AdapterArchive:
 
 
 class Member(NamedTuple):
-    """A file in an archive."""
+    """A file or folder in an archive."""
 
     name: str
     regular: bool
     """False: a link or a device."""
     content: IO[bytes] | None
+    """None for a folder."""
 
 
 def unpack_adapter(archive: Path, folder: Path, most: int) -> None:
@@ -106,10 +110,11 @@ def unpack_adapter(archive: Path, folder: Path, most: int) -> None:
         BodyTooLarge: more than `most` bytes, unpacked.
         UnsafeAdapter: a link or a device.
         CorruptAdapter: not a tar file (plain or gzip) or zip file, damaged, or not the files of one adapter.
+        StorageError: the machine cannot read or write a file now.
     """
     found, left = dict[str, PurePosixPath](), most
     try:
-        with archive.open("rb") as file:
+        with disk_errors(), archive.open("rb") as file:
             for number, member in enumerate(_zip(file, most) if zipfile.is_zipfile(file) else _tar(file, most)):
                 path = PurePosixPath(member.name)
                 if number >= MEMBERS:
@@ -121,7 +126,7 @@ def unpack_adapter(archive: Path, folder: Path, most: int) -> None:
                 if path.name in found:
                     raise CorruptAdapter(f"expected the files of one adapter, got {path.name} twice")
                 found[path.name] = path.parent
-                with disk_errors(), (folder / path.name).open("xb") as target:
+                with (folder / path.name).open("xb") as target:
                     left -= _copy(member.content, target, left, most)
     except BROKEN as error:
         raise CorruptAdapter(f"the archive is damaged, or is no tar or zip file: {error}") from None
@@ -137,8 +142,8 @@ def _tar(file: IO[bytes], most: int) -> Iterator[Member]:
     stream = _Bounded(gzip.GzipFile(fileobj=file) if packed else file, most)
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as tar:
         for member in tar:
-            if not member.isdir():
-                yield Member(member.name, member.isreg(), tar.extractfile(member) if member.isreg() else None)
+            content = tar.extractfile(member) if member.isreg() else None
+            yield Member(member.name, member.isreg() or member.isdir(), content)
 
 
 class _Header(tarfile.TarInfo):
@@ -167,6 +172,7 @@ def _zip(file: IO[bytes], most: int) -> Iterator[Member]:
             if not member.filename:  # `is_dir` reads its last character
                 raise CorruptAdapter("expected a zip file whose files have names, got one without")
             if member.is_dir():
+                yield Member(member.filename, regular=True, content=None)
                 continue
             if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise CorruptAdapter(f"expected {member.filename[-80:]!r} without a password, and stored or deflated")
@@ -187,14 +193,19 @@ def _check_directory(file: IO[bytes]) -> None:
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that raises `BodyTooLarge` after `most` bytes, plus an allowance for the archive's headers."""
+    """A stream that raises `BodyTooLarge` after `most` bytes, plus an allowance for the archive's headers, and
+    `EOFError` if it is read again and again after its end: `tarfile` does so for as many bytes as a header claims."""
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile, most: int) -> None:
         self._stream, self._most, self._left = stream, most, most + 2 * MEMBERS * tarfile.BLOCKSIZE
+        self._ends = 0
 
     def read(self, size: int = -1) -> bytes:
         found = self._stream.read(min(size, CHUNK) if size >= 0 else CHUNK)
         self._left -= len(found)
+        self._ends += not found
+        if self._ends > READS_AT_END:
+            raise EOFError("it ends before its last file does")
         if self._left < 0:
             raise _too_large(self._most)
         return found
