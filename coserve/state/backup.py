@@ -109,7 +109,7 @@ def _check_empty(folder: Path) -> None:
 def _copy_registry(source: Path, target: Path) -> None:
     """Copy the registry while the daemon writes to it. The connection to the source only reads."""
     temp = target.with_name(f".tmp-{target.name}")
-    with database_errors(), closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as read:
+    with database_errors(), closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True)) as read:
         temp.unlink(missing_ok=True)
         with closing(sqlite3.connect(temp)) as write:
             read.backup(write)

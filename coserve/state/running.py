@@ -40,19 +40,32 @@ def announced(daemon: RunningDaemon) -> Iterator[None]:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(path.parent)
-        file = path.open("wb")
+        file = _written(path, daemon)
     except OSError as error:
         log.warning("coserve ps will not list this daemon: %s: %s", path.parent, error.strerror)
         yield
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(msgspec.json.encode(daemon))
-        file.flush()
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def _written(path: Path, daemon: RunningDaemon) -> IO[bytes]:
+    """Write the daemon's file, and return it open and locked. It has its name only then: another process takes a file
+    without a lock for that of a dead daemon."""
+    unnamed = path.with_suffix(".new")
+    file = unnamed.open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(msgspec.json.encode(daemon))
+        file.flush()
+        unnamed.replace(path)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def running() -> list[RunningDaemon]:

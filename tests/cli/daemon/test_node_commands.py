@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 from typer.testing import CliRunner
@@ -76,9 +78,10 @@ def test_a_copy_of_a_running_daemon_goes_on_elsewhere(
 
 
 def test_a_copy_is_complete_or_refused(tmp_path: Path) -> None:
-    source = DataFolder(tmp_path / "data")
+    source = DataFolder(tmp_path / "50%20 of data? #1")
     with source.lock():
-        Registry(source.database).close()
+        with closing(Registry(source.database)) as registry:
+            registry.note("kept")
         store = FileStore(source.files)
         kept, gone = (store.add(_file(tmp_path / name), name, "fine-tune") for name in ("kept", "gone"))
         state = source.session_state("s-1.train.0", "kept")
@@ -91,6 +94,8 @@ def test_a_copy_is_complete_or_refused(tmp_path: Path) -> None:
         assert (made.files, made.created_at) == (2, 100.0)
     other = DataFolder(tmp_path / "other")
     copies.restore(tmp_path / "copy", other.root)
+    with closing(Registry(other.database)) as registry:
+        assert registry.notes() == ["kept"]
     restored = FileStore(other.files)
     restored.load()
     assert restored.content(kept.id).read_text() == "kept" and restored.get(gone.id) == gone
@@ -121,6 +126,21 @@ def test_a_folder_of_another_user_lists_nothing(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "coserve").symlink_to(tmp_path)
     with announced(daemon):
         assert running() == []
+
+
+def test_a_daemon_that_begins_is_not_taken_for_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RunningDaemon(pid=os.getpid(), url="http://x", model="m", data_dir="d", started_at=1.0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    lock = fcntl.flock
+
+    def lock_after_a_look(file: IO[bytes], kind: int) -> None:
+        if kind == fcntl.LOCK_EX:
+            assert running() == []
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_a_look)
+    with announced(daemon):
+        assert running() == [daemon]
 
 
 def test_stop_says_which_daemons_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
