@@ -303,6 +303,21 @@ async def test_the_gpu_copy_outlives_the_host_copy_and_serves_without_it() -> No
     store.close()
 
 
+async def test_a_request_that_leaves_waits_for_pages_no_longer() -> None:
+    store, _ = store_with_pages(Disk())
+    store.publish(REFS[0], sized(1))
+    store.acquire(REFS[0])
+    store.lacks_pages(REFS[0])
+    store.release(REFS[0])  # cancelled
+    run_once(store, REFS[0])
+    assert {each.cause: each.count for each in store.times.totals()}["pages"] == 0
+    store.acquire(REFS[0])
+    store.lacks_pages(REFS[0])
+    run_once(store, REFS[0])
+    assert {each.cause: each.count for each in store.times.totals()}["pages"] == 1
+    store.close()
+
+
 async def test_a_request_that_lost_the_gpu_copy_goes_on_from_the_host_copy_that_was_read_meanwhile() -> None:
     disk = Disk(REFS[0])
     store, buffer = store_with_pages(disk)

@@ -252,6 +252,30 @@ async def test_a_request_whose_adapter_has_no_room_beside_those_in_use_fails_alo
     store.close()
 
 
+async def test_memory_for_an_adapter_without_room_is_allocated_where_files_are_read() -> None:
+    """Pinning it takes a millisecond for some MB, in which no step could be launched."""
+    threads = list[str]()
+
+    class Watched(HostMemory):
+        def room(self, size: int) -> Room:
+            threads.append(threading.current_thread().name)
+            return super().room(size)
+
+    size = packed_bytes(valued(0.0, rank=12))
+    memory = Watched(taken(size) * PAGE, for_kernels=False)
+    store, changed = AdapterStore(lambda ref, _: valued(float(ref.id), rank=12), size, memory=memory), asyncio.Event()
+    store.notify(changed.set)
+    for i in range(2):
+        assert not store.ready(AdapterRef(str(i), 1))
+    while any(store.reading(AdapterRef(str(i), 1)) for i in range(2)):
+        await changed.wait()
+        changed.clear()
+    assert memory.outside == 1 and all(name.startswith("adapters") for name in threads), threads
+    for i in range(2):
+        store.waited(AdapterRef(str(i), 1))
+    store.close()
+
+
 def test_memory_is_not_reserved_before_it_is_used() -> None:
     """Or a process with much of it could not fork."""
     size = 200 * (2 << 20)

@@ -127,16 +127,13 @@ class HostMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes for which `room` finds pages."""
+        """Bytes for which `in_pages` finds room."""
         with self._lock:
             self._collect()
             return PAGE * (self._pool.free_pages + sum(len(each.pages) for each in self._read))
 
-    def room(self, size: int) -> Room:
-        """Return memory of `size` bytes: here if there is room, else outside, allocated for this adapter alone.
-
-        Raises `MemoryError`, `RuntimeError`: there is no memory outside, or more than `most_outside` would be used.
-        """
+    def in_pages(self, size: int) -> Room | None:
+        """Return pages for `size` bytes; None: too few are free."""
         wanted = -(-size // PAGE)
         with self._lock:
             self._collect()
@@ -146,25 +143,35 @@ class HostMemory:
                 self._reused += dropped.read
             self._reused = [event for event in self._reused if not _ended(event)]
             pages, after = self._pool.allocate(wanted), tuple(self._reused)
-            if pages is None:
-                self._take_outside(size)
         if pages is None:
-            if self._for_kernels and self.outside == 1:
-                log.warning("%s", NO_ROOM)
-            pinned = self._for_kernels and torch.cuda.is_available()
-            try:
-                found = Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),))
-            except Exception:
-                self._left.append(size)
-                raise
-            weakref.finalize(found, self._left.append, size).atexit = False
-            return found
+            return None
         found = Room(tuple(self._parts(pages, size)), after)
         weakref.finalize(found, self._dropped.append, _Dropped(pages, found.read)).atexit = False
         return found
 
+    def room(self, size: int) -> Room:
+        """Return memory of `size` bytes: pages, else memory outside, allocated for this adapter alone. Pinning that may
+        take a second, so do not call it on an event loop.
+
+        Raises `MemoryError`, `RuntimeError`: there is no memory outside, or more than `most_outside` would be used.
+        """
+        if (found := self.in_pages(size)) is not None:
+            return found
+        with self._lock:
+            self._take_outside(size)
+        if self._for_kernels and self.outside == 1:
+            log.warning("%s", NO_ROOM)
+        pinned = self._for_kernels and torch.cuda.is_available()
+        try:
+            found = Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),))
+        except Exception:
+            self._left.append(size)
+            raise
+        weakref.finalize(found, self._left.append, size).atexit = False
+        return found
+
     def _take_outside(self, size: int) -> None:
-        """Count an adapter that finds no room. Raises `MemoryError`."""
+        """Count an adapter that finds no pages. Raises `MemoryError`."""
         while self._left:
             self._outside_bytes -= self._left.popleft()
         missing = 0 if self._most_outside is None else self._outside_bytes + size - self._most_outside
@@ -175,12 +182,13 @@ class HostMemory:
             )
         self._outside_bytes, self.outside = self._outside_bytes + size, self.outside + 1
 
-    def copy(self, source: Unread | LoraWeights, room: Room) -> LoraWeights:
-        """Write an adapter into memory of its size. Raises as `Unread.write`."""
-        for event in room.after:
-            event.synchronize()
+    def copy(self, source: Unread | LoraWeights, room: Room | None = None) -> LoraWeights:
+        """Write an adapter into memory of its size; None: that of `room`. Raises as `Unread.write` and `room`."""
         if isinstance(source, LoraWeights):
             source = self.unread(source)
+        room = room or self.room(source.layout.bytes)
+        for event in room.after:
+            event.synchronize()
         source.write(room.parts)
         return LoraWeights(source.settings, PartedSites(room.parts, source.layout, room.copied))
 

@@ -181,7 +181,7 @@ class AdapterStore:
         if entry is None or (entry.host is None and not entry.reading):
             try:
                 found = self._read_files(ref, None if entry is None else entry.digests)
-                weights = self._copy(ref, found, self._room(ref, found))
+                weights = self._copy(ref, found, self._pages_for(found))
             except Exception:
                 self._mirror.dropped(ref)
                 raise
@@ -199,6 +199,8 @@ class AdapterStore:
         entry = self._entries[ref]
         assert entry.references > 0, f"{ref} was released more often than acquired"
         entry.references -= 1
+        if not entry.references:
+            entry.lacks_pages_since = None
         self._discard_if_unused(entry)
         self._evict()
 
@@ -206,8 +208,7 @@ class AdapterStore:
         """Copy an adapter to the host tier's memory, in its layout, a pair at a time. Callable on any thread."""
         if self._memory is None:
             return LoraWeights(weights.settings, dict(weights.sites), weights.remote)
-        own = self._memory.unread(weights)
-        return self._memory.copy(own, self._memory.room(own.layout.bytes))
+        return self._memory.copy(weights)
 
     def publish(self, ref: AdapterRef, weights: LoraWeights, *, temporary: bool = False) -> None:
         """Make an adapter available at once, without reading its files.
@@ -361,9 +362,7 @@ class AdapterStore:
         try:
             loop, ref = asyncio.get_running_loop(), entry.ref
             found = await loop.run_in_executor(self._threads, self._read_files, ref, entry.digests)
-            if (room := self._room(ref, found)) is None:
-                return self._copy(ref, found, None)
-            return await loop.run_in_executor(self._threads, self._copy, ref, found, room)
+            return await loop.run_in_executor(self._threads, self._copy, ref, found, self._pages_for(found))
         finally:
             self._turns.give_back()
 
@@ -372,19 +371,19 @@ class AdapterStore:
             found = self._load(ref, digests)
             return self._memory.packed(found) if self._memory is not None and isinstance(found, LoraWeights) else found
 
-    def _room(self, ref: AdapterRef, found: Unread | LoraWeights) -> Room | None:
-        """Return memory for a copy, evicting idle adapters if there is none otherwise. None: the store has no memory of
-        its own. Raises `RequestOutOfMemory`."""
+    def _pages_for(self, found: Unread | LoraWeights) -> Room | None:
+        """Return pages of the store's memory for a copy, evicting idle adapters if there are none otherwise. None:
+        those in use fill it, or the store has no memory."""
         if self._memory is None:
             return None
         size = packed_bytes(found) if isinstance(found, LoraWeights) else found.layout.bytes
         while self._memory.bytes >= size > self._memory.free_bytes and self._evict_one():
             pass
-        with memory_errors(ref):
-            return self._memory.room(size)
+        return self._memory.in_pages(size)
 
     def _copy(self, ref: AdapterRef, found: Unread | LoraWeights, room: Room | None) -> LoraWeights:
-        if self._memory is None or room is None:
+        """Copy an adapter into `room`, else into memory that is allocated for it. Raises `RequestOutOfMemory`."""
+        if self._memory is None:
             assert isinstance(found, LoraWeights), "a store without memory reads files itself"
             return found
         with memory_errors(ref):
