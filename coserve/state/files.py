@@ -49,6 +49,7 @@ class RecordStore(Generic[S]):
         """`noun`: name of one record in error messages, such as `file`."""
         self._folder, self._kind, self._noun = folder, kind, noun
         self._records: dict[str, S] = {}
+        """By id. Threads add and remove records, so that only a copy may be iterated."""
 
     def load(self) -> None:
         """Read all records; those that were damaged, or whose content is not whole, are logged and left out. Raises
@@ -85,7 +86,7 @@ class RecordStore(Generic[S]):
 
     def all(self) -> list[S]:
         """Return the records that the principal sees, oldest first."""
-        return [record for record in self._records.values() if principal().sees(record.project)]
+        return [record for record in [*self._records.values()] if principal().sees(record.project)]
 
 
 class FileStore(RecordStore[FileRecord]):
@@ -128,7 +129,7 @@ class FileStore(RecordStore[FileRecord]):
         return self._folder / record.id / CONTENT
 
     def bytes_of(self, project: str) -> int:
-        return sum(record.bytes for record in self._records.values() if record.project == project)
+        return sum(record.bytes for record in [*self._records.values()] if record.project == project)
 
     def remove(self, id: str) -> None:
         """Delete a file; durable when this returns. Raises `NotFound`, `StorageError`."""

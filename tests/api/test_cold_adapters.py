@@ -101,6 +101,9 @@ async def test_a_file_that_rots_is_found_and_harms_nobody_else(api: Api) -> None
     (note,) = [note for note in health["notes"] if "SHA-256" in note]
     assert note.startswith("adapter a1@1: adapter_model.safetensors")
     assert [await ask(api, f"a{i}") for i in range(3)] == alone
+    await api.answered(200, "DELETE", "/adapters/a1")
+    _, health = await api.call("GET", "/health")
+    assert not [note for note in health["notes"] if "SHA-256" in note]
 
 
 async def reload(api: Api, count: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextvars import copy_context
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from coserve.api.jobs.evaluation import JobTest
+from coserve.core.access.principal import Principal, act_as
 from coserve.core.errors import CheckpointUnreadable, ConfigError, NotFound, StorageError
 from coserve.data.documents.pending import read_chunks
 from coserve.lora.files.packed_header import MAGIC, read_header
@@ -53,6 +55,26 @@ def test_a_damaged_file_is_not_listed(tmp_path: Path, what: str, caplog: pytest.
     store.load()
     assert [each.id for each in store.all()] == [kept]
     assert f"{damaged} is not listed" in caplog.text
+
+
+def test_a_list_may_be_read_while_a_thread_adds_a_file(tmp_path: Path) -> None:
+    first = add_file(tmp_path, "a")
+    store = FileStore(tmp_path / "files")
+    store.load()
+
+    class AddsOne(Principal):
+        """Stands for a thread that runs meanwhile."""
+
+        def sees(self, project: str) -> bool:
+            (tmp_path / "b").write_bytes(b"")
+            store.add(tmp_path / "b", "b", "batch")
+            return True
+
+    def listed() -> list[str]:
+        act_as(AddsOne("default", frozenset()))
+        return [each.id for each in store.all()]
+
+    assert copy_context().run(listed) == [first]
 
 
 def test_a_file_that_cannot_be_read_now_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,13 @@ def test_a_time_to_live_that_was_changed_meanwhile_deletes_nothing(registry: Reg
     assert registry.delete_expired("b", 3.0) == [OTHER]
 
 
+def test_uses_of_a_deleted_version_are_not_kept(registry: Registry) -> None:
+    """They are counted some seconds after the request, and the version may be gone by then."""
+    registry.delete_version(ONE)
+    registry.count_uses({ONE: 8, OTHER: 1})
+    assert registry.most_used(9) == [OTHER]
+
+
 def test_labels_pins_and_uses_go_with_what_they_are_of(registry: Registry, clock: Clock) -> None:
     registry.set_labels("a", Labels(tags=("eu",), expires_at=5.0))
     registry.set_labels("b", Labels(expires_at=3.0))

@@ -20,6 +20,7 @@ from coserve.api.adapters.filters import EVERY, AdapterFilter
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection, refuse_too_large
 from coserve.api.adapters.lookup import find_adapter
+from coserve.api.adapters.scrub import Scrub
 from coserve.api.http.parsing import local_path
 from coserve.api.node import Node
 from coserve.core.cancellation import Commits, keep_task, uncancelled
@@ -58,11 +59,12 @@ class Facts:
 
 
 class AdapterCatalog:
-    """All adapters of the registry. `in_use`: versions that requests in flight use."""
+    """All adapters of the registry."""
 
-    def __init__(self, node: Node, helpers: HelperPool, in_use: AdaptersInUse) -> None:
+    def __init__(self, node: Node, helpers: HelperPool, in_use: AdaptersInUse, scrub: Scrub) -> None:
+        """`in_use`: versions that requests in flight use. `scrub`: is told of deleted versions."""
         self._config, self._folder, self._registry, self._engine = node.config, node.folder, node.registry, node.engine
-        self._in_use, self._inspection = in_use, Inspection(helpers)
+        self._in_use, self._scrub, self._inspection = in_use, scrub, Inspection(helpers)
         self._importing = asyncio.Lock()
         self._commits = Commits()
         self._expiry: Expiry | None = None
@@ -346,6 +348,7 @@ class AdapterCatalog:
 
     async def _remove(self, ref: AdapterRef) -> None:
         """Remove a version's copies in memory and its files; its row is gone."""
+        self._scrub.forget(ref)
         self._engine.offer(DropAdapter(ref=ref))  # the next engine starts with empty memory
         await remove_unlisted(self._folder.adapter(ref), f"adapter {ref}")
 

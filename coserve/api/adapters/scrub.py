@@ -39,6 +39,10 @@ class Scrub:
         """Adapters whose files are damaged; for /health."""
         return tuple(f"adapter {ref}: {why}" for ref, why in self._damaged.items())
 
+    def forget(self, ref: AdapterRef) -> None:
+        """Drop the note about a version that was deleted."""
+        self._damaged.pop(ref, None)
+
     def open(self) -> None:
         self._task = self._task or asyncio.create_task(self._run())
 

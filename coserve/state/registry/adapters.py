@@ -102,11 +102,13 @@ class NameTable(Database):
         return frozenset(AdapterRef(*row) for row in self._db.execute("SELECT id, version FROM pins"))
 
     def count_uses(self, uses: Mapping[AdapterRef, int]) -> None:
-        """Add to the use counts of versions. `uses`: number of requests since the last call."""
+        """Add to the use counts of versions that still exist. `uses`: number of requests since the last call."""
         now = self._clock()
         with self._transaction():
             for ref, count in uses.items():
                 key = (ref.id, ref.version)
+                if not self._db.execute("SELECT 1 FROM adapters WHERE id = ? AND version = ?", key).fetchone():
+                    continue
                 row = self._db.execute("SELECT uses, used_at FROM uses WHERE id = ? AND version = ?", key).fetchone()
                 before = 0.0 if row is None else _decayed(row[0], row[1], now)
                 self._db.execute("INSERT OR REPLACE INTO uses VALUES (?, ?, ?, ?)", (*key, before + count, now))
