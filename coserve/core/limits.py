@@ -31,11 +31,16 @@ MAX_NAMES: Final = 1024
 MAX_BLOCK_NAMES: Final = 64
 """Maximum entries of `targets_bd_a` and `targets_bd_b`. It is lower since each is searched for in each site's name."""
 MAX_RANK: Final = 1024
-"""Maximum LoRA rank of a new adapter. Imported adapters keep the rank of their tensors."""
+"""Maximum LoRA rank of a new adapter."""
+MAX_IMPORTED_RANK: Final = (1 << 16) - 1
+"""Maximum LoRA rank of an imported adapter, which keeps the rank of its tensors. Kernels' tables have 16 bits for
+it."""
 MAX_TRAINED: Final = 1 << 17
 """Maximum tokens per embedding or head whose rows an adapter trains."""
 MAX_BLOCKS: Final = 64
-"""Maximum diagonal blocks of a new BD-LoRA adapter. Imported adapters keep the number in their files."""
+"""Maximum diagonal blocks of a new BD-LoRA adapter."""
+MAX_IMPORTED_BLOCKS: Final = 128
+"""Maximum diagonal blocks of an imported BD-LoRA adapter, which keeps the number in its files."""
 PINNED_SHARE: Final = 0.5
 """Share of the KV cache that the KV prefixes of pinned adapters may hold between requests."""
 PAGE_LIMIT: Final = 100

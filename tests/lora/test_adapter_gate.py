@@ -127,6 +127,7 @@ def test_a_plain_adapter_passes(tmp_path: Path) -> None:
         ("alpha_pattern", {"(?=q)q_proj": 3}),
         ("alpha_pattern", {r"(q)_proj|\1": 3}),
         ("use_bdlora", {"nblocks": 0}),
+        ("use_bdlora", {"nblocks": 129}),
         ("use_bdlora", {"nblocks": 2, "new": 1}),
         ("use_bdlora", True),
         ("lora_dropout", 2),
@@ -138,6 +139,14 @@ def test_a_config_that_is_not_implemented_is_refused_by_name(tmp_path: Path, key
     assert refused.value.field == key
     assert len(str(refused.value)) < 400
     assert key != "r" or "expected a whole number of at least 1" in refused.value.message
+
+
+def test_a_rank_that_no_table_of_the_kernels_holds_is_refused(tmp_path: Path) -> None:
+    rank = 1 << 16
+    write(tmp_path, CONFIG | {"r": rank}, weights(tensors(rank)))
+    with pytest.raises(UnsupportedAdapter, match="expected a rank of at most 65535, got 65536") as refused:
+        inspect_adapter(tmp_path, BASE)
+    assert refused.value.field == "r"
 
 
 def test_many_regular_expressions_are_refused_by_name(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from coserve.core.limits import MAX_IMPORTED_BLOCKS, MAX_IMPORTED_RANK
+
 VECTOR = 8
 """Elements of a row of b_OR that are read at once."""
 ALIGNMENT = 16
@@ -41,17 +43,14 @@ class TableEntry(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return self.shape & MAX_RANK
-
-
-MAX_RANK, MAX_BLOCKS = (1 << 16) - 1, 128
-"""Limits of an entry's shape."""
+        return self.shape & MAX_IMPORTED_RANK
 
 
 def entry_shape(rank: int, a_blocks: int, b_blocks: int) -> int:
     """Encode a shape: the LoRA rank in the low 16 bits, A's blocks minus 1 in bits 16 to 23, B's minus 1 from bit 24
     on."""
-    assert rank <= MAX_RANK and max(a_blocks, b_blocks) <= MAX_BLOCKS, "expected a rank and blocks that an entry holds"
+    fits = rank <= MAX_IMPORTED_RANK and max(a_blocks, b_blocks) <= MAX_IMPORTED_BLOCKS
+    assert fits, f"expected a rank and blocks that an entry holds, got {rank}, {a_blocks} and {b_blocks}"
     return rank | a_blocks - 1 << 16 | b_blocks - 1 << 24
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 from coserve.core.errors import CorruptAdapter, UnsafeAdapter, UnsupportedAdapter
+from coserve.core.limits import MAX_IMPORTED_BLOCKS
 from coserve.core.names import ADAPTER_CONFIG, PICKLE_SUFFIXES
 from coserve.lora.files.targets import MAX_ALPHA
 from coserve.lora.files.tensorfile import read_json
@@ -142,7 +143,8 @@ def _block_diagonal(value: object) -> bool:
     return (
         isinstance(value, dict)
         and set(value) <= known
-        and _rank(value.get("nblocks", 1))
+        and type(blocks := value.get("nblocks", 1)) is int
+        and 1 <= blocks <= MAX_IMPORTED_BLOCKS
         and isinstance(value.get("match_strict", True), bool)
         and all(_few_names(value.get(key)) for key in ("target_modules_bd_a", "target_modules_bd_b"))
     )
@@ -230,8 +232,8 @@ _REASONS = {
     "target_parameters": "expected a list of names",
     "use_qalora": "QALoRA is not implemented",
     "layer_replication": "layer replication is not implemented",
-    "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as "
-    f"lists of at most {_MAX_BD_NAMES} names",
+    "use_bdlora": f"expected nblocks of 1 to {MAX_IMPORTED_BLOCKS}, match_strict, and target_modules_bd_a and "
+    f"target_modules_bd_b as lists of at most {_MAX_BD_NAMES} names",
     "init_lora_weights": _CHANGES_BASE,
     "loftq_config": "it changes the base's own weights, and cannot be converted: train the adapter without LoftQ",
     "corda_config": _CHANGES_BASE,

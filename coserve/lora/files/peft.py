@@ -13,6 +13,7 @@ from typing import cast
 import msgspec
 
 from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
+from coserve.core.limits import MAX_IMPORTED_RANK
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, WHOLE_COPY, end_of
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
@@ -413,7 +414,10 @@ def _shape(
     a: tuple[int, ...],
     b: tuple[int, ...],
 ) -> SiteShape:
-    """Return a site's rank, scaling and blocks. Raises `ShapeMismatch` unless both matrices have the implied shapes."""
+    """Return a site's rank, scaling and blocks. Raises `UnsupportedAdapter` for a rank that is too large, and
+    `ShapeMismatch` unless both matrices have the implied shapes."""
+    if rank > MAX_IMPORTED_RANK:
+        raise UnsupportedAdapter(f"{site}: expected a rank of at most {MAX_IMPORTED_RANK}, got {rank}", field="r")
     scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
     spec, blocks = base.site(site), blocks_at(settings, site)
     wrong = undivided(spec, rank, blocks)

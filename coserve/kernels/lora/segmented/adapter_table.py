@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from coserve.core.limits import MAX_IMPORTED_RANK
 from coserve.kernels.gpu.device import put, to_device
-from coserve.kernels.lora.types import MAX_RANK, VECTOR, LoraPair, TableEntry, is_aligned
+from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry, is_aligned
 
 RANK_BLOCK = 16
 """LoRA ranks per block, the fewest that a tensor core multiplies."""
@@ -143,7 +144,7 @@ class Slots:
         """Point `slot` at one adapter's matrices, and keep their `owner` alive. Does not wait for the device."""
         sites = self.ranks.shape[1]
         assert len(columns.ranks) == sites, f"expected {sites} sites, got {len(columns.ranks)}"
-        assert self._blocked or columns.largest <= MAX_RANK, "expected dense pairs"
+        assert self._blocked or columns.largest <= MAX_IMPORTED_RANK, "expected dense pairs"
         put(columns.addresses, self.addresses[slot])
         put(columns.ranks, self.ranks[slot])
         put(columns.scalings, self.scalings[slot])
