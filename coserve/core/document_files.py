@@ -15,7 +15,7 @@ MAX_BYTES = 256 << 20
 
 
 def read_document(*paths: Path) -> str:
-    """Return the text of files, and of all files of folders, by name. Errors name the file unless there is but one.
+    """Return the text of files, and of the files of folders, by name. Errors name the file unless there is but one.
     Raises `UnreadableCorpus`, from the `OSError` if there is one, and `EmptyCorpus`."""
     alone = len(paths) == 1 and not paths[0].is_dir()
     return "\n\n".join(_text(file, "" if alone else f"{file.name}: ") for path in paths for file in files_of(path))
@@ -29,33 +29,34 @@ def refuse_rows(file: Path) -> None:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a file, or those of a folder that are read, by name. Raises `UnreadableCorpus` for rows, `EmptyCorpus`."""
+    """Return a file, or those of a folder that are read, by name: none that is hidden, or in a hidden folder. Raises
+    `UnreadableCorpus` for rows, `EmptyCorpus`."""
     if not path.is_dir():
         refuse_rows(path)
         return [path]
-    files = (file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file())
+    shown = (file for file in sorted(path.rglob("*")) if "/." not in f"/{file.relative_to(path)}")
+    files = (file for file in shown if file.suffix.lower() in SUFFIXES and file.is_file())
     if not (found := [file for file in files if file.resolve().is_relative_to(path.resolve())]):
         raise EmptyCorpus(f"expected files with one of the endings {', '.join(SUFFIXES)} in the folder")
     return found
 
 
 def _text(file: Path, name: str) -> str:
-    content = _content(file)
     try:
-        return decoded_text(content)
+        return decoded_text(_content(file))
     except UnreadableCorpus as error:
-        raise UnreadableCorpus(f"{name}{error}") from error
+        raise UnreadableCorpus(f"{name}{error}") from error.__cause__
 
 
 def _content(file: Path) -> bytes:
     try:
         if not file.is_file():  # a pipe would be waited for
-            raise UnreadableCorpus(f"{file.name}: expected a regular file")
+            raise UnreadableCorpus("expected a regular file")
         if (size := file.stat().st_size) > MAX_BYTES:
-            raise UnreadableCorpus(f"{file.name}: expected a document of at most {MAX_BYTES} bytes, got {size}")
+            raise UnreadableCorpus(f"expected a document of at most {MAX_BYTES} bytes, got {size}")
         return file.read_bytes()
     except OSError as error:
-        raise UnreadableCorpus(f"{file.name} cannot be read: {error.strerror}") from error
+        raise UnreadableCorpus(f"the file cannot be read: {error.strerror}") from error
 
 
 def decoded_text(content: bytes) -> str:

@@ -69,6 +69,9 @@ def test_a_folder_is_its_documents_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("First", encoding="utf-8-sig")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "c.pdf").write_bytes(pdf("Third of all"))
+    for hidden in (".draft.md", "deep/.git/notes.txt"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).write_text("not meant")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / "prices.csv").write_text("name,price\nbridge,3\n")
     assert read_document(tmp_path) == "First\n\n# Second\n\nThird of all"
