@@ -10,7 +10,7 @@ import pytest
 
 from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import StartJob
-from tests.support.api_server import Api, serve_api
+from tests.support.api_server import Api, add_adapter, serve_api
 
 BODY = {
     "adapter": "a",
@@ -67,6 +67,18 @@ async def test_jobs_ask_in_the_order_of_their_submission(asking: tuple[Api, str]
     await api.call("POST", f"/finetune/{id}/cancel")
     await api.job_until(second["id"], "running")
     api.engine.go_requests.set()
+
+
+async def test_the_adapter_that_asks_stays_until_its_job_ends(asking: tuple[Api, str]) -> None:
+    api, _ = asking
+    add_adapter(api, "asker")
+    body = BODY | {"adapter": "b", "document": BODY["document"] | {"generator": "adapter:asker"}}
+    job = await api.answered(202, "POST", "/finetune", json=body)
+    for path in ("/adapters/asker", "/adapters/asker@1"):
+        status, refused = await api.call("DELETE", path)
+        assert (status, refused["error"]["code"]) == (409, "adapter_busy")
+    await api.answered(200, "POST", f"/finetune/{job['id']}/cancel")
+    await api.answered(200, "DELETE", "/adapters/asker")
 
 
 async def test_the_next_engine_is_asked_what_the_last_one_left(asking: tuple[Api, str]) -> None:

@@ -320,9 +320,9 @@ class JobManager:
                 notes += replacement_notes(registry, job) + fork_notes(registry, job)
             else:
                 job = msgspec.structs.replace(job, init_from=None, init_digests=None)
-            for source in job.sources:
-                registry.adapter(source.id, source.version)  # raises if it was deleted meanwhile
             new = msgspec.structs.replace(record, spec=job, notes=notes, after=after)
+            for source in new.sources:
+                registry.adapter(source.id, source.version)  # raises if it was deleted meanwhile
             made = registry.create_job(new, idempotency_key=key)
             if made.spec.id == id and not isinstance(corpus, PendingDocument) and corpus.rows_cut:
                 record_cut_rows(registry, id, corpus)

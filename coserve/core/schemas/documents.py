@@ -78,6 +78,11 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     document, or than the adapter of another document does, fails with `not_learned`. `always`: it is published, with a
     note."""
 
+    @property
+    def generator_adapter(self) -> str | None:
+        """Return the adapter that asks and answers, as `name` or, of an accepted job, `name@version`."""
+        return self.generator.partition(":")[2] or None
+
 
 class DocumentRequest(DocumentSettings, frozen=True, omit_defaults=True):
     """A document with the settings of its job. Exactly one of `text`, `path` and the request's part `file`."""

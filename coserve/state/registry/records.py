@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final, TypedDict
 
+from coserve.core.names import split_ref
 from coserve.core.schemas.documents import DocumentJob
 from coserve.core.schemas.jobs import EvalResult, Sample
 from coserve.core.schemas.service import ErrorInfo
@@ -69,6 +70,16 @@ class JobRecord(Wire, frozen=True):
     def prepared(self) -> bool:
         """Whether the job's corpus exists: a document's is made of questions and answers first."""
         return self.document is None or self.spec.rows > 0
+
+    @property
+    def sources(self) -> tuple[AdapterRef, ...]:
+        """Adapters that the job needs until it ends: `JobSpec.sources`, and the generator of a document."""
+        generator = None if self.document is None else self.document.settings.generator_adapter
+        if generator is None:
+            return self.spec.sources
+        name, version = split_ref(generator)
+        assert version is not None, "chosen when the job was accepted"
+        return (*self.spec.sources, AdapterRef(name, version))
 
     @property
     def eta(self) -> float | None:

@@ -227,11 +227,11 @@ class Registry(AccessTable, AdapterTable):
 
     def delete_adapter(self, id: str) -> list[AdapterRef]:
         """Delete every version; the caller deletes their files. Raises `AdapterNotFound`, or `AdapterBusy` while
-        an unfinished job continues, learns from or publishes the adapter."""
+        an unfinished job continues, learns from, asks or publishes the adapter."""
         with self._transaction():
             refs = [record.ref for record in self.versions(id)]
             for job in self.unfinished():
-                if job.spec.adapter == id or any(ref.id == id for ref in job.spec.sources):
+                if job.spec.adapter == id or any(ref.id == id for ref in job.sources):
                     raise AdapterBusy(f"adapter {id!r} is in use by {job.spec.id}", field="adapter")
             if (alias := next(filter(None, map(self._alias_of, refs)), None)) is not None:
                 raise AdapterBusy(f"adapter {id!r} is in use by alias {alias}", field="adapter")
@@ -264,8 +264,8 @@ class Registry(AccessTable, AdapterTable):
         return deleted
 
     def delete_version(self, ref: AdapterRef) -> None:
-        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues or
-        learns from it, or waits for the job that published it."""
+        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues,
+        learns from or asks it, or waits for the job that published it."""
         with self._transaction():
             self.adapter(ref.id, ref.version)
             self._delete_version(ref)
@@ -277,12 +277,12 @@ class Registry(AccessTable, AdapterTable):
         self._log_on_commit("adapter deleted", adapter=ref.id, versions=str(ref.version))
 
     def _user_of(self, ref: AdapterRef) -> str | None:
-        """Return an unfinished job that continues or learns from a version, or waits for the job that published it; or
-        an alias that means it."""
+        """Return an unfinished job that continues, learns from or asks a version, or waits for the job that published
+        it; or an alias that means it."""
         if (alias := self._alias_of(ref)) is not None:
             return f"alias {alias}"
         for job in self.unfinished():
             awaited = None if job.after is None else self.predecessor(job).result
-            if ref == awaited or ref in job.spec.sources:
+            if ref == awaited or ref in job.sources:
                 return job.spec.id
         return None
