@@ -111,6 +111,34 @@ async def test_progress_is_shown_by_share_and_not_for_each_attempt(tmp_path: Pat
     assert len(asker.asked) > 80 and len(questions) <= 8 + 1 + 3, "eighths, the beginning, and further rounds"
 
 
+class Seeded(Remembering):
+    """Asks the same question again in half of the first six attempts, and none in the eighth."""
+
+    async def ask(self, request: GenerateRequest, snapshot: AdapterRef | None = None) -> Asked:
+        found, attempt = await super().ask(request, snapshot), (request.seed or 0) - 3
+        made = attempt % 3 if attempt < 6 else attempt
+        return replace(found, text="" if attempt == 7 else f"Was the bridge made in {1900 + made}?")
+
+
+async def test_rounds_that_a_death_ended_ask_the_same(tmp_path: Path) -> None:
+    async def show(job: DocumentJob, message: str) -> None:
+        pass
+
+    async def asked(folder: Path) -> set[str]:
+        job = DocumentJob(settings=DocumentSettings(questions_per_chunk=6))
+        teaching = Teaching(job, Chunks(CHUNKS[:1], 16), 3, folder, tokenizer(), Seeded(), show)  # type: ignore[arg-type]
+        return {lesson.question for lesson in (await teaching.run())[1].taught}
+
+    for name in ("whole", "dead"):
+        (tmp_path / name).mkdir()
+    whole = await asked(tmp_path / "whole")
+    assert {question[-5:-1] for question in whole} == {"1900", "1901", "1902", "1906", "1908", "1912"}
+    lines = (tmp_path / "whole" / "questions.jsonl").read_text().splitlines(keepends=True)
+    left = [line for line in lines if "1908" not in line and "1912" not in line]
+    (tmp_path / "dead" / "questions.jsonl").write_text("".join(left))
+    assert await asked(tmp_path / "dead") == whole
+
+
 async def test_answers_are_given_with_the_sentence_that_was_asked_about(tmp_path: Path) -> None:
     async def show(job: DocumentJob, message: str) -> None:
         shown.append((job.phase, job.done, job.total))

@@ -82,8 +82,7 @@ class Teaching:
         self._job, self._chunks, self._seed, self._asker, self._show = job, chunks.texts, seed, asker, show
         self._settings, self._tokenizer, self._generated = job.settings, tokenizer, 0
         self._prompts = Prompts(tokenizer.chat_template is not None, self._settings.instruction)
-        generator = job.settings.generator
-        self._adapter = generator.removeprefix("adapter:") if generator.startswith("adapter:") else None
+        self._adapter = job.settings.generator_adapter
         self._questions = ItemLog(folder / "questions.jsonl", Question)
         self._lessons = ItemLog(folder / "lessons.jsonl", Lesson)
 
@@ -116,13 +115,11 @@ class Teaching:
             return sum(min(quota, len(texts)) for texts in _texts([*found.values(), *made], chunks))
 
         for round in range(ROUNDS):
-            lacking = [quota - len(texts) for texts in await asyncio.to_thread(_texts, found.values(), chunks)]
-            wanted = [
-                (chunk, attempt)
-                for chunk, count in enumerate(lacking)
-                if count > 0
-                for attempt in range(round * quota, round * quota + (quota if round == 0 else count))
-            ]
+            first = round * quota
+            # A round that is resumed asks for as many as it did, whatever it has found already.
+            earlier = [each for each in found.values() if each.attempt < first]
+            lacking = [quota - len(texts) for texts in await asyncio.to_thread(_texts, earlier, chunks)]
+            wanted = [(chunk, first + index) for chunk, count in enumerate(lacking) for index in range(count)]
             work = {f"{c}/{a}": partial(self._question, c, a) for c, a in wanted if f"{c}/{a}" not in found}
             found |= await self._all("questions", work, self._questions, quota * chunks, different_ones)
         texts = await asyncio.to_thread(_texts, found.values(), chunks, every=True)
@@ -156,7 +153,7 @@ class Teaching:
     async def _answer(self, questions: list[Question]) -> Lessons:
         found = {each.key: each for each in await asyncio.to_thread(self._lessons.read)}
         work: dict[str, Callable[[], Awaitable[Lesson]]] = {each.key: partial(self._lesson, each) for each in questions}
-        if self._settings.generator == "none" and not questions:
+        if self._settings.generator == "none":
             pieces = await asyncio.to_thread(lambda: list(self._pieces()))
             work = {key: partial(self._continued, key, *piece) for key, piece in pieces}
         own = set(work)
