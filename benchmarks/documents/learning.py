@@ -51,8 +51,9 @@ async def learn(
     training: dict[str, Any] = {"seed": seed}
     training |= {"steps": options.steps} if options.steps else {}
     training |= {"learning_rate": options.learning_rate} if options.learning_rate else {}
+    prefixes = {"cartridge": options.prefix_tokens, "encoder": options.chunk_tokens // 8}
     settings: dict[str, Any] = {
-        "prefix_tokens": options.chunk_tokens // 8 if recipe == "encoder" else options.prefix_tokens,
+        "prefix_tokens": prefixes.get(recipe),
         "chunk_tokens": options.chunk_tokens,
         "questions_per_chunk": options.per_chunk,
         "replay": options.replay,

@@ -169,6 +169,8 @@ async def test_an_encoder_and_its_decoder_make_one_adapter(api: Api, tmp_path: P
         ({"lora": {"r": 4}}, "lora"),
         ({"document": {"decoder_lora": True}}, "document.decoder_lora"),
         ({"document": {"recipe": "encoder", "decoder_lora": True}, "lora": {"use_dora": True}}, "lora.use_dora"),
+        ({"document": {"recipe": "encoder"}, "lora": {"bd_blocks": 2}}, "lora.bd_blocks"),
+        ({"training": {"learning_rate": 0.05, "lora_plus_ratio": 16}}, "training.lora_plus_ratio"),
         ({"document": {"prefix_tokens": 4096}}, "document.prefix_tokens"),
         ({"document": {"recipe": "encoder", "prefix_tokens": 800}}, "document.prefix_tokens"),
         ({"document": {"recipe": "encoder", "prefix_tokens": 1000}}, "document"),

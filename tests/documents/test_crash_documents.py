@@ -39,7 +39,9 @@ def kept(folder: Path) -> dict[str, list[Json]]:
 
 @pytest.mark.parametrize("recipe", in_turns(["topk_kd", "encoder", "cartridge"], days=6))
 def test_a_job_goes_on_after_a_death_in_each_phase(tmp_path: Path, recipe: str) -> None:
-    data, body = tmp_path / "data", BODY | {"document": BODY["document"] | {"recipe": recipe, "prefix_tokens": 8}}
+    data, body = tmp_path / "data", BODY | {"document": BODY["document"] | {"recipe": recipe}}
+    if recipe != "topk_kd":
+        body["document"]["prefix_tokens"] = 8
     if recipe == "encoder":
         body["document"]["decoder_lora"] = True
     if recipe == "cartridge":

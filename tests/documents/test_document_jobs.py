@@ -52,7 +52,7 @@ async def learn(api: Api, adapter: str, steps: int = 2, **document: Any) -> tupl
 
 
 async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> None:
-    events, job = await learn(api, "bridge", steps=12)
+    events, job = await learn(api, "bridge", steps=12, questions_per_chunk=5)
     assert job["state"] == "succeeded", job["error"]
     shown = [event["document"] for event in events if event["type"] == "document"]
     phases = [phase for phase, _ in groupby(each["phase"] for each in shown)]
@@ -179,6 +179,24 @@ async def test_too_few_questions_that_an_earlier_version_accepted(api: Api, monk
             {"document": {"text": "x", "questions": [{"question": each} for each in ("Why?", "why", "How?", "Who?")]}},
         ),
         (400, "invalid_request", "document.instruction", {"document": {"text": "x", "instruction": "So " * 2000}}),
+        (400, "invalid_request", "document.prefix_tokens", {"document": {"text": "x", "prefix_tokens": 9}}),
+        (400, "invalid_request", "document.lm_weight", {"document": {"text": "x", "recipe": "lm", "lm_weight": 0}}),
+        (400, "invalid_request", "document.holdout", {"document": {"recipe": "lm", "holdout": 0.5, **ASKED}}),
+        (400, "invalid_request", "document.questions_per_chunk", {"document": {"questions_per_chunk": 3, **ASKED}}),
+        (400, "invalid_request", "document.temperature", {"document": {"temperature": 0, **ASKED}}),
+        (400, "invalid_request", "document.questions", {"document": {"generator": "none", **ASKED}}),
+        (400, "invalid_request", "document.instruction", {"document": {"generator": "none", "instruction": ""}}),
+        (
+            400,
+            "invalid_request",
+            "document.generator",
+            {
+                "document": {
+                    "generator": "adapter:a",
+                    "questions": [{"question": each, "answer": "x"} for each in "abcd"],
+                }
+            },
+        ),
         (
             400,
             "invalid_request",
@@ -229,7 +247,7 @@ async def test_the_sdk_and_the_command_line_learn_files(
             await client.learn("file", "text", generator="model")
         with pytest.raises(InvalidRequest, match="recipe"):
             await client.learn("file", "text", recipe="magic")  # type: ignore[arg-type]
-    given = ["learn", "two", str(tmp_path), "--questions-per-chunk", "2"]
+    given = ["learn", "two", str(tmp_path)]
     given += ["--set", "document.answer_tokens=4", "--set", "document.publish=always", "--set", "training.steps=1"]
     given += ["--set", f"document.questions={json.dumps(ASKED['questions'])}"]
     assert await asyncio.to_thread(run, [*given, "--url", url]) == 0
@@ -239,6 +257,8 @@ async def test_the_sdk_and_the_command_line_learn_files(
     assert "succeeded" in shown.out
     assert "in context" in shown.out
     assert f"note: files of {tmp_path} (2): a.txt, b.md\n" in shown.err
+    assert await asyncio.to_thread(run, [*given, "--questions-per-chunk", "2", "--url", url]) == 1
+    assert "document.questions_per_chunk: expected it left out" in capsys.readouterr().err
     (tmp_path / "none.tsv").write_text("\n")
     assert await asyncio.to_thread(run, [*given[:3], "--questions", str(tmp_path / "none.tsv"), "--url", url]) == 2
     assert "no question in" in capsys.readouterr().err

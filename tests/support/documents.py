@@ -4,7 +4,7 @@ TEXT = (
     "The Orvane Bridge stands in the town of Tellmark. It was opened on 3 May 1911 by the engineer Ludo Prast. The "
     "bridge is 412 metres long and is painted green. Its keeper lives in a small house under the north pier."
 )
-SMALL = {"text": TEXT, "questions_per_chunk": 5, "answer_tokens": 8, "replay": 0.2, "publish": "always"}
+SMALL = {"text": TEXT, "answer_tokens": 8, "replay": 0.2, "publish": "always"}
 ASKED = {
     "questions": [
         {"question": text}

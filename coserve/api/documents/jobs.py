@@ -197,7 +197,7 @@ class DocumentJobs:
             snapshot.ref,
             snapshot.step,
             other,
-            matches=document.settings.generator != "none" or bool(document.settings.questions),
+            matches=document.settings.generator != "none",
         )
 
 

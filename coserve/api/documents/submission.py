@@ -118,6 +118,7 @@ class DocumentSubmission:
         said = {"training.loss": training.loss, "training.train_on": training.train_on}
         _refuse(said, ": a document's recipe says it")
         _refuse({"training.one_row_per_answer": training.one_row_per_answer}, " beside a document")
+        _refuse_unused(asked)
         most = _most_prefix(asked, base)
         size = asked.chunk_tokens or min(USUAL_CHUNK, base.context // 2)
         _check_most(size, most, base, field="document.chunk_tokens")
@@ -125,8 +126,8 @@ class DocumentSubmission:
         if overlap >= size:
             raise InvalidRequest(f"expected less than a chunk's {size}, got {overlap}", field="document.overlap_tokens")
         generator = asked.generator
-        if generator.startswith("adapter:"):
-            name, version = split_ref(generator.removeprefix("adapter:"))
+        if asked.generator_adapter is not None:
+            name, version = split_ref(asked.generator_adapter)
             record = await find_adapter(self._registry, name, version, base, field="document.generator")
             generator = f"adapter:{record.ref}"
         usual = {"cartridge": min(USUAL_PREFIX, most), "encoder": USUAL_MEMORY}
@@ -135,9 +136,7 @@ class DocumentSubmission:
         if asked.recipe == "cartridge":
             cartridge = _cartridge(request, prefix, most, base)
         elif asked.recipe == "encoder":
-            _check_encoder(request, asked, base)
-        if asked.recipe != "encoder":
-            _refuse({"document.decoder_lora": asked.decoder_lora}, ": only an encoder has a decoder with LoRA")
+            _check_encoder(request, base)
         chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
         chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
         chosen["prefix_tokens"] = prefix or None
@@ -168,6 +167,29 @@ def _refuse(fields: Mapping[str, object], why: str) -> None:
             raise InvalidRequest(f"expected it left out{why}", field=name)
 
 
+def _refuse_unused(asked: DocumentSettings) -> None:
+    """Raise `InvalidRequest` for a setting that has no effect beside the recipe, the generator or the questions."""
+    recipe, own = asked.recipe, asked.questions
+    unused: list[tuple[bool, str, tuple[str, ...]]] = [
+        (recipe not in ("cartridge", "encoder"), "only a cartridge and an encoder have a prefix", ("prefix_tokens",)),
+        (recipe != "encoder", "only an encoder has a decoder with LoRA", ("decoder_lora",)),
+        (recipe == "lm", "recipe lm learns the text at weight 1", ("lm_weight",)),
+        (recipe == "lm" and bool(own), "recipe lm learns no questions and evaluates all", ("holdout",)),
+        (bool(own) and all(each.answer for each in own), "every question has its answer", ("generator",)),
+        (bool(own), "your own questions replace generated ones", ("questions_per_chunk", "temperature")),
+        (
+            asked.generator == "none",
+            "generator none asks and answers no questions",
+            ("questions", "questions_per_chunk", "temperature", "instruction"),
+        ),
+    ]
+    usual = DocumentSettings()
+    for holds, why, names in unused:
+        if holds:
+            given = {f"document.{name}": getattr(asked, name) != getattr(usual, name) for name in names}
+            _refuse(given, f": {why}")
+
+
 def _different(asked: DocumentSettings) -> list[UserQuestion]:
     """Return the user's own questions, each once. Raises `InvalidRequest` if too few are left to evaluate with."""
     first = {each.question: each for each in reversed(asked.questions)}
@@ -190,22 +212,22 @@ def _check_most(tokens: int, most: int, base: BaseSpec, *, field: str) -> None:
         raise InvalidRequest(f"expected at most {most}, {what}, got {tokens}", field=field)
 
 
-def _check_encoder(request: FinetuneRequest, asked: DocumentSettings, base: BaseSpec) -> None:
+def _check_encoder(request: FinetuneRequest, base: BaseSpec) -> None:
     """Raise `InvalidRequest` for what an encoder's and a decoder's LoRA cannot be."""
     resolve_targets(LoraSettings(cartridge=True), base)
     _refuse({"continue_from": request.continue_from}, ": an encoder begins anew")
-    indices = None if request.lora is None else request.lora.trainable_token_indices
-    _refuse({"lora.trainable_token_indices": indices}, ": an encoder learns its memory tokens")
-    if asked.decoder_lora and request.lora is not None:
-        given = {"lora.use_dora": request.lora.use_dora, "lora.bd_blocks": request.lora.bd_blocks > 1}
-        _refuse(given, ": a decoder beside a cartridge has plain LoRA")
+    if (lora := request.lora) is not None:
+        _refuse({"lora.trainable_token_indices": lora.trainable_token_indices}, ": an encoder learns its memory tokens")
+        given = {"lora.use_dora": lora.use_dora, "lora.bd_blocks": lora.bd_blocks > 1}
+        _refuse(given, ": an encoder and its decoder have plain LoRA")
     patience = request.training.early_stopping_patience
     _refuse({"training.early_stopping_patience": patience is not None}, ": an encoder keeps its last weights")
 
 
 def _cartridge(request: FinetuneRequest, tokens: int, most: int, base: BaseSpec) -> LoraSettings:
     """Return the settings of a new cartridge of `tokens` tokens, at most `most`. Raises `InvalidRequest`."""
-    given = {"lora": request.lora, "continue_from": request.continue_from}
+    plus = {"training.lora_plus_ratio": request.training.lora_plus_ratio}
+    given = {"lora": request.lora, "continue_from": request.continue_from, **plus}
     _refuse(given, ": a cartridge has no LoRA matrices")
     _check_most(tokens, most, base, field="document.prefix_tokens")
     settings = LoraSettings(r=tokens, cartridge=True)
