@@ -115,7 +115,7 @@ class EngineParts:
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
         spec, dtype, form, times = self.base.spec, self.base.dtype, self._packed_form, self.load_times
         if self.base.sharding is not None:
-            return load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests, part=self.base.served)
+            return load_adapter(path, spec, dtype=dtype, digests=digests, part=self.base.served)
 
         def read() -> LoraWeights:
             return self.base.served(

@@ -153,7 +153,7 @@ def published_adapter(
     `load_adapter`."""
     if not (path := folder.adapter(ref)).is_dir():
         raise AdapterNotFound(f"no adapter {str(ref)!r}", field=field)
-    return load_adapter(path, base, device="cpu", dtype=torch.float32, digests=digests, part=part)
+    return load_adapter(path, base, dtype=torch.float32, digests=digests, part=part)
 
 
 def first_cartridge(spec: JobSpec, base: Base) -> LoraWeights:

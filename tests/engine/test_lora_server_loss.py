@@ -59,7 +59,7 @@ def make(
 
     def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         path = DataFolder(folder).adapter(ref)
-        return load_adapter(path, base.spec, device="cpu", dtype=torch.float32, digests=digests)
+        return load_adapter(path, base.spec, dtype=torch.float32, digests=digests)
 
     if own is None:
         store = AdapterStore(read, 1 << 30)

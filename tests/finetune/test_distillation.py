@@ -109,7 +109,7 @@ def test_distillation_brings_a_converted_adapter_nearer_and_leaves_the_teacher(b
     assert metrics[-1].valid_loss < 0.95 * metrics[0].valid_loss_before
     assert digest_file(bench.folder.adapter(TEACHER), ADAPTER_WEIGHTS) == teacher.digests.weights
     assert digest_file(bench.folder.adapter(TEACHER), ADAPTER_CONFIG) == teacher.digests.config
-    weights = load_adapter(bench.folder.adapter(AdapterRef("student", 2)), base.spec, device="cpu", dtype=torch.float32)
+    weights = load_adapter(bench.folder.adapter(AdapterRef("student", 2)), base.spec, dtype=torch.float32)
     assert weights.settings.bd_blocks == 2
 
 
@@ -142,7 +142,7 @@ def test_a_worse_adapter_is_not_published(base: Base, tmp_path: Path) -> None:
     assert before is not None and last is not None and last > before
     assert [one.best_valid_loss for one in metrics] == [before, before], "two evaluations without a gain"
     start, result = (
-        load_adapter(bench.folder.adapter(AdapterRef("student", version)), base.spec, device="cpu", dtype=torch.float32)
+        load_adapter(bench.folder.adapter(AdapterRef("student", version)), base.spec, dtype=torch.float32)
         for version in (1, 2)
     )
     for site, pair in start.sites.items():

@@ -62,7 +62,7 @@ def test_a_job_learns_and_publishes(base: Base, tmp_path: Path) -> None:
     assert done == JobSucceeded(id=spec.id, ref=REF)
     assert bench.store.resident() == (REF,)
     served = bench.store.acquire(REF)
-    saved = load_adapter(bench.folder.adapter(REF), base.spec, device="cpu", dtype=torch.float32)
+    saved = load_adapter(bench.folder.adapter(REF), base.spec, dtype=torch.float32)
     assert torch.equal(adapted(base, served, TOKENS), adapted(base, saved, TOKENS))
     assert all(not pair.a_RD.requires_grad for pair in served.sites.values())
 
@@ -237,7 +237,7 @@ def test_a_dora_job_publishes_what_peft_computes(base: Base, tmp_path: Path) -> 
     for version in (1, 2):
         served = bench.store.acquire(AdapterRef("learned", version))
         torch.testing.assert_close(adapted(base, served, tokens_T), alone(model, tokens_T), rtol=1e-4, atol=1e-4)
-    learned = load_adapter(bench.folder.adapter(REF), base.spec, device="cpu", dtype=torch.float32)
+    learned = load_adapter(bench.folder.adapter(REF), base.spec, dtype=torch.float32)
     first = base.begun(new_adapter(learned.settings, base.spec, seed=0, dtype=torch.float32, device="cpu"))
     for site, pair in learned.sites.items():
         assert not torch.equal(pair.magnitude_O, first.sites[site].magnitude_O)

@@ -263,7 +263,7 @@ def test_other_bases_and_other_uses_are_refused(tmp_path: Path) -> None:
         inspect_adapter(tmp_path, base_of("gpt2").spec)
     base = base_of("llama")
     with pytest.raises(UnsupportedAdapter, match="expected LoRA, got a cartridge"):
-        load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+        load_adapter(tmp_path, base.spec, dtype=torch.float32)
     gen = make(base, Shelf({CARTRIDGE: read(tmp_path, base)}))
     with pytest.raises(PromptTooLong, match=f"{TOKENS} of which the adapter's prefix takes"):
         gen.add(request("long", text(base.spec.context - TOKENS)))

@@ -205,7 +205,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     save_both(tmp_path / "plain", "llama")
     folder = tmp_path / "plain" / "both"
     with pytest.raises(UnsupportedAdapter, match="expected LoRA, got a cartridge beside it"):
-        load_adapter(folder, base.spec, device="cpu", dtype=torch.float32)
+        load_adapter(folder, base.spec, dtype=torch.float32)
     gen = make(base, Shelf({BOTH: read(folder, base)}))
     with pytest.raises(PromptTooLong, match=f"{TOKENS} of which the adapter's prefix takes"):
         gen.add(request("long", text(base.spec.context - TOKENS), BOTH))

@@ -33,7 +33,7 @@ TOKENS = tokens_of(11)
 
 
 def _load(base: Base, folder: Path) -> LoraWeights:
-    return load_adapter(folder, base.spec, device="cpu", dtype=torch.float32)
+    return load_adapter(folder, base.spec, dtype=torch.float32)
 
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -189,7 +189,7 @@ def test_a_registered_adapter_is_loaded_without_matching_a_pattern(
     monkeypatch.setattr("coserve.lora.files.peft.Matching", None)
     with pytest.raises(TypeError):  # as a record of an earlier version
         _load(base, tmp_path)
-    known = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32, digests=record.digests)
+    known = load_adapter(tmp_path, base.spec, dtype=torch.float32, digests=record.digests)
     assert known.settings == matched.settings
     assert same_adapter(known, matched)
 
@@ -199,7 +199,7 @@ def test_alphas_of_other_modules_are_refused(saved: tuple[Base, Path]) -> None:
     record = record_adapter(folder, AdapterRef("a", 1), base.spec, source="import", created_at=0.0)
     digests = msgspec.structs.replace(record.digests, alphas=(1.0,))
     with pytest.raises(CorruptAdapter, match="expected 1 adapted modules"):
-        load_adapter(folder, base.spec, device="cpu", dtype=torch.float32, digests=digests)
+        load_adapter(folder, base.spec, dtype=torch.float32, digests=digests)
 
 
 @settings(max_examples=examples(8), deadline=None)
@@ -318,10 +318,10 @@ def test_an_adapter_of_another_base_is_refused(saved: tuple[Base, Path]) -> None
     _, folder = saved
     for other in (tiny_model("llama", seed=1), tiny_model("gpt2"), tiny_model("llama", num_hidden_layers=1)):
         with pytest.raises(BaseMismatch):
-            load_adapter(folder, wrap_base(other, name="other").spec, device="cpu", dtype=torch.float32)
+            load_adapter(folder, wrap_base(other, name="other").spec, dtype=torch.float32)
 
 
 def test_the_name_of_the_base_is_only_a_hint(saved: tuple[Base, Path]) -> None:
     base, folder = saved
     renamed = msgspec.structs.replace(base.spec, name="another-name")
-    assert load_adapter(folder, renamed, device="cpu", dtype=torch.float32).sites
+    assert load_adapter(folder, renamed, dtype=torch.float32).sites

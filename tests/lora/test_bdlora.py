@@ -165,7 +165,7 @@ def test_only_the_blocks_are_kept(tmp_path: Path) -> None:
     bd = BdLoraConfig(nblocks=2, target_modules_bd_a=["o_proj"], target_modules_bd_b=["q_proj"])
     save_peft(tiny_model("llama"), tmp_path, r=8, target_modules=["q_proj", "o_proj"], use_bdlora=bd)
     base = wrap_base(tiny_model("llama"), name="tiny")
-    weights = cast(load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32), torch.bfloat16)
+    weights = cast(load_adapter(tmp_path, base.spec, dtype=torch.float32), torch.bfloat16)
     shapes = {site.rsplit(".", 1)[-1]: (pair.a_RD.shape, pair.b_OR.shape) for site, pair in weights.sites.items()}
     assert shapes == {"q_proj": ((8, 32), (32, 4)), "o_proj": ((8, 16), (32, 8))}
     assert all(max(pair.a_blocks, pair.b_blocks) == 2 for pair in weights.sites.values())
@@ -175,7 +175,7 @@ def test_one_block_is_a_plain_adapter(tmp_path: Path) -> None:
     bd = BdLoraConfig(target_modules_bd_a=["o_proj"], target_modules_bd_b=["q_proj"])
     save_peft(tiny_model("llama"), tmp_path, r=4, target_modules=["q_proj", "o_proj"], use_bdlora=bd)
     base = wrap_base(tiny_model("llama"), name="tiny")
-    settings = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32).settings
+    settings = load_adapter(tmp_path, base.spec, dtype=torch.float32).settings
     assert (settings.bd_blocks, settings.targets_bd_a, settings.targets_bd_b) == (1, None, None)
 
 
@@ -204,7 +204,7 @@ def test_damaged_blocks_are_refused(
     config["use_bdlora"] |= changes
     path.write_text(json.dumps(config))
     with pytest.raises(error, match=message):
-        load_adapter(tmp_path, wrap_base(tiny_model("llama"), name="tiny").spec, device="cpu", dtype=torch.float32)
+        load_adapter(tmp_path, wrap_base(tiny_model("llama"), name="tiny").spec, dtype=torch.float32)
 
 
 def test_blocks_of_transposed_modules_are_refused(tmp_path: Path) -> None:

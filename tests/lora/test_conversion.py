@@ -53,7 +53,7 @@ def converted(base: Base, folder: Path, *, threads: int = THREADS, **options: ob
 
 
 def load(base: Base, folder: Path) -> LoraWeights:
-    return load_adapter(folder, base.spec, device="cpu", dtype=torch.float32)
+    return load_adapter(folder, base.spec, dtype=torch.float32)
 
 
 def updates(weights: LoraWeights) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ def base_of(family: str) -> Base:
 
 
 def load(folder: Path, family: str) -> LoraWeights:
-    return load_adapter(folder, base_of(family).spec, device="cpu", dtype=torch.float32)
+    return load_adapter(folder, base_of(family).spec, dtype=torch.float32)
 
 
 def write(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path:

@@ -65,7 +65,7 @@ def test_an_adapter_is_what_its_file_has(
     """Also where it lies for the kernels: there block-diagonal pairs have their zeros, and rows are padded with
     some."""
     tensors = save(tmp_path, in_file, **changes)
-    found = load_adapter(tmp_path, SPEC, device="cpu", dtype=dtype, digests=digests(tmp_path))
+    found = load_adapter(tmp_path, SPEC, dtype=dtype, digests=digests(tmp_path))
     for name, pair in found.sites.items():
         assert torch.equal(pair.a_RD, tensors[f"{PREFIX}{name}.lora_A.weight"].to(dtype))
         assert torch.equal(pair.b_OR, tensors[f"{PREFIX}{name}.lora_B.weight"].to(dtype))
@@ -90,7 +90,7 @@ def test_the_first_site_that_is_not_finite_is_named(tmp_path: Path, value: float
         tensors[f"{PREFIX}{name}.lora_B.weight"][-1, -1] = value
     rewrite(tmp_path, tensors)
     for load in (
-        lambda: load_adapter(tmp_path, SPEC, device="cpu", dtype=torch.bfloat16, digests=digests(tmp_path)),
+        lambda: load_adapter(tmp_path, SPEC, dtype=torch.bfloat16, digests=digests(tmp_path)),
         lambda: load_packed(tmp_path, SPEC, dtype=torch.bfloat16),
     ):
         with pytest.raises(CorruptAdapter, match=f"^{second}: its weights are not finite in bfloat16"):

@@ -61,7 +61,7 @@ def test_an_adapter_fits_the_other_model(trained: str, served: str, tmp_path: Pa
     """And what is written for the other model is read for the first one again."""
     expected = _saved(trained, tmp_path)
     base = wrap_base(_model(served), name="tiny")
-    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    weights = load_adapter(tmp_path, base.spec, dtype=torch.float32)
     assert {pair.a_RD.shape[0] for pair in weights.sites.values()} == {3, 5}
     torch.testing.assert_close(adapted(base, weights, TOKENS), expected, rtol=1e-4, atol=1e-4)
     again = tmp_path / "again"
@@ -70,7 +70,7 @@ def test_an_adapter_fits_the_other_model(trained: str, served: str, tmp_path: Pa
     assert all(
         name.startswith(f"base_model.model.{NAMES[served]}layers.") for name in load_file(again / ADAPTER_WEIGHTS)
     )
-    back = load_adapter(again, base.spec, device="cpu", dtype=torch.float32)
+    back = load_adapter(again, base.spec, dtype=torch.float32)
     assert {site: pair.scaling for site, pair in back.sites.items()} == {
         site: pair.scaling for site, pair in weights.sites.items()
     }
@@ -102,7 +102,7 @@ def test_files_for_peft_on_the_other_model(
     own = {"rank_pattern": {rf"^{one}\w+$": 5}, "alpha_pattern": {rf"^{one}\w+$": 7}}
     trained_model = save_peft(_model(trained), tmp_path / "peft", r=3, target_modules=targets, **own)
     expected = alone(trained_model, TOKENS)
-    weights = load_adapter(tmp_path / "peft", base.spec, device="cpu", dtype=torch.float32)
+    weights = load_adapter(tmp_path / "peft", base.spec, dtype=torch.float32)
 
     def download(name: str, folder: Path) -> Path:
         if imported:  # adapters are kept as they came
@@ -119,7 +119,7 @@ def test_files_for_peft_on_the_other_model(
     loaded = PeftModel.from_pretrained(_model(served), str(tmp_path / "ours")).eval()
     assert not [str(one.message) for one in recwarn if "adapter keys" in str(one.message)]
     torch.testing.assert_close(alone(loaded, TOKENS), expected, rtol=1e-4, atol=1e-4)
-    again = load_adapter(tmp_path / "ours", base.spec, device="cpu", dtype=torch.float32)
+    again = load_adapter(tmp_path / "ours", base.spec, dtype=torch.float32)
     assert again.sites.keys() == weights.sites.keys()
 
 
@@ -130,7 +130,7 @@ def test_files_for_peft_on_the_wrapper_itself(family: str, tmp_path: Path, recwa
     base = wrap_base(tiny_family(family), name="tiny")
     kind = Kind(3, targets=base.spec.default_targets if family not in ATTENTION_ONLY else ("o_proj",))
     save_adapter(tmp_path, whole_adapter(base.spec, kind), base.spec)
-    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    weights = load_adapter(tmp_path, base.spec, dtype=torch.float32)
     recwarn.clear()
     loaded = PeftModel.from_pretrained(tiny_family(family), str(tmp_path)).eval()
     assert not [str(one.message) for one in recwarn if "adapter keys" in str(one.message)]
@@ -179,7 +179,7 @@ def test_names_of_earlier_versions_of_transformers(tmp_path: Path) -> None:
     expected = alone(save_peft(_model(WRAPPER), tmp_path, **settings), TOKENS)
     _rename(tmp_path, "model.language_model.", "language_model.model.")
     base = wrap_base(_model(WRAPPER), name="tiny")
-    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    weights = load_adapter(tmp_path, base.spec, dtype=torch.float32)
     torch.testing.assert_close(adapted(base, weights, TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -187,4 +187,4 @@ def test_an_adapter_of_the_vision_tower_is_refused_by_name(tmp_path: Path) -> No
     save_peft(_model(WRAPPER), tmp_path, r=2, target_modules=["q_proj"])  # also the tower's
     base = wrap_base(_model(WRAPPER), name="tiny")
     with pytest.raises(UnsupportedAdapter, match="vision_tower, but coserve runs the language model alone"):
-        load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+        load_adapter(tmp_path, base.spec, dtype=torch.float32)

@@ -39,7 +39,7 @@ def made(family: str, folder: Path) -> tuple[Base, tuple[LoraWeights, ...], list
     plain = save_peft(tiny_model(family), folder / "0", seed=0, r=3, lora_alpha=5, target_modules=names[:1], **fan)
     dora = save_peft(tiny_model(family), folder / "1", seed=1, r=5, target_modules=names[1:], use_dora=True, **fan)
     models = {-1: tiny_model(family), 0: plain, 1: dora}
-    adapters = [load_adapter(folder / str(i), base.spec, device="cpu", dtype=torch.float32) for i in range(2)]
+    adapters = [load_adapter(folder / str(i), base.spec, dtype=torch.float32) for i in range(2)]
     expected = [alone(models[own], tokens_T) for own, tokens_T in zip(BATCH, SEQUENCES, strict=True)]
     return base, tuple(base.served(one) for one in adapters), expected
 

@@ -80,7 +80,7 @@ def test_rows_of_a_mixed_batch_equal_pefts(case: str, tmp_path: Path) -> None:
     models = {-1: model_of(family), 0: plain, 1: ends}
 
     def served(folder: Path) -> LoraWeights:
-        return base.served(load_adapter(folder, base.spec, device="cpu", dtype=torch.float32))
+        return base.served(load_adapter(folder, base.spec, dtype=torch.float32))
 
     adapters = (served(tmp_path / "0"), served(tmp_path / "1"))
     expected = [alone(models[own], tokens_T) for own, tokens_T in zip(BATCH, SEQUENCES, strict=True)]
@@ -107,7 +107,7 @@ def test_rows_of_a_mixed_batch_equal_pefts(case: str, tmp_path: Path) -> None:
 
 def load_dora(folder: Path, base) -> LoraWeights:
     """What is stored of a DoRA adapter, magnitudes included."""
-    return load_adapter(folder / "1", base.spec, device="cpu", dtype=torch.float32)
+    return load_adapter(folder / "1", base.spec, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("case", ["head", "embedding", "whole-head", "whole-embedding", "tokens"])

@@ -36,7 +36,7 @@ ROWS = ((5, 77, 31, 8, 90, 14, 63), (9, 4, 100))
 
 
 def load(base: Base, folder: Path) -> LoraWeights:
-    return load_adapter(folder, base.spec, device="cpu", dtype=torch.float32)
+    return load_adapter(folder, base.spec, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

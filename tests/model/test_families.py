@@ -145,7 +145,7 @@ def _check(family: str, tmp_path: Path, **settings: object) -> None:
         ref = AdapterRef(f"of-rank-{rank}", 1)
         model = tiny_family(family, **settings)
         peft_model = save_peft(model, tmp_path / ref.id, seed=rank, r=rank, target_modules=sites)
-        adapters[ref] = load_adapter(tmp_path / ref.id, base.spec, device="cpu", dtype=torch.float32)
+        adapters[ref] = load_adapter(tmp_path / ref.id, base.spec, dtype=torch.float32)
         assert list(adapters[ref].sites) == sites
         expected[ref.id] = _by_its_own_forward(peft_model)
         apart = (expected["base"][1][0] - expected[ref.id][1][0]).abs().max()

@@ -51,7 +51,7 @@ def made(folder: Path, family: str = "deepseek_v3") -> tuple[Base, tuple[LoraWei
     for own, dora in enumerate((False, True)):
         settings = {"r": 3 + 2 * own, "target_modules": targets, "use_dora": dora}
         models[own] = save_peft(tiny_family(family), folder / str(own), seed=own, **settings)
-    adapters = [load_adapter(folder / str(own), base.spec, device="cpu", dtype=torch.float32) for own in range(2)]
+    adapters = [load_adapter(folder / str(own), base.spec, dtype=torch.float32) for own in range(2)]
     expected = [alone(models[own], tokens_T) for own, tokens_T in zip(BATCH, SEQUENCES, strict=True)]
     return base, tuple(base.served(one) for one in adapters), torch.cat(expected)
 

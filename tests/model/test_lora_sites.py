@@ -41,7 +41,7 @@ def test_a_mixed_batch_equals_peft_for_each_alone(family: str, tmp_path: Path) -
     for index, one in enumerate(settings):
         folder = tmp_path / str(index)
         expected[index] = save_peft(tiny_model(family), folder, seed=index, **_with_fan(family, one))
-        adapters.append(load_adapter(folder, base.spec, device="cpu", dtype=torch.float32))
+        adapters.append(load_adapter(folder, base.spec, dtype=torch.float32))
     bounds = tuple(sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1))
     batch = LoraBatch(Segments(bounds, ADAPTERS), tuple(adapters), GROUPED)
     got = packed(base, sequences, batch)

@@ -134,7 +134,7 @@ def test_a_job_learns_and_its_adapter_names_the_quantisation(
     with caplog.at_level("INFO"):
         inspect_adapter(bench.folder.adapter(ref), plain)
     assert f"quantised as {base.spec.quantization} is to be served on it as none" in caplog.text
-    other = load_adapter(bench.folder.adapter(ref), plain, device="cpu", dtype=torch.float32)
+    other = load_adapter(bench.folder.adapter(ref), plain, dtype=torch.float32)
     assert other.sites.keys() == base.spec.sites.keys(), "expected the unquantised base to take it"
 
 
@@ -148,7 +148,7 @@ def test_an_adapter_is_served_as_by_qlora(folder: Path, tmp_path: Path, dora: bo
     own = load(folder, "nf4")
     names = list(own.spec.default_targets)
     peft = save_peft(model, tmp_path, r=5, lora_alpha=7, target_modules=names, use_dora=dora)
-    adapter = own.served(load_adapter(tmp_path, own.spec, device="cpu", dtype=torch.float32))
+    adapter = own.served(load_adapter(tmp_path, own.spec, dtype=torch.float32))
     for name in own.spec.sites:
         codes = peft.base_model.model.get_submodule(name).base_layer.weight.data
         assert torch.equal(codes.view(-1), own.model.get_submodule(name).codes.view(-1))

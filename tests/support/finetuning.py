@@ -197,7 +197,8 @@ class Bench:
         return FollowedSessions(self.base, self.store, self.folder, self.settings)
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        return load_adapter(self.folder.adapter(ref), self.base.spec, device=self.base.device, dtype=self.base.dtype)
+        found = load_adapter(self.folder.adapter(ref), self.base.spec, dtype=self.base.dtype)
+        return LoraWeights(found.settings, {site: pair.to(self.base.device) for site, pair in found.sites.items()})
 
     def in_memory(self, ref: AdapterRef) -> bool:
         return self.store.state(ref).in_memory

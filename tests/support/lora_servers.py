@@ -130,7 +130,7 @@ def save_adapters(family: str, base: Base, folder: Path) -> list[LoraWeights]:
         path = DataFolder(folder).adapter(ref)
         path.mkdir(parents=True)
         save_peft(tiny_family(family), path, seed=rank, r=rank, target_modules=modules, target_parameters=parameters)
-        found.append(load_adapter(path, base.spec, device="cpu", dtype=torch.float32))
+        found.append(load_adapter(path, base.spec, dtype=torch.float32))
     return found
 
 

@@ -64,7 +64,7 @@ class PairsReader:
         return self._of_peft(path, digests) if file is None else self._of_packed(file)
 
     def _of_peft(self, path: Path, digests: AdapterDigests | None) -> PairsRuns:
-        weights = load_adapter(path, self._spec, device="cpu", dtype=self._dtype, digests=digests)
+        weights = load_adapter(path, self._spec, dtype=self._dtype, digests=digests)
         own = {name: self._share(pair) for name, pair in weights.experts.items() if name in self._part.sites}
         size = sum(matrix.nbytes for pair in own.values() for matrix in (pair.a_RD, pair.b_OR))
         runs = (self._placed({name: own[name] for name in run}) for run in self._runs([*own]))

@@ -42,12 +42,11 @@ def load_adapter(
     folder: Path,
     base: BaseSpec,
     *,
-    device: torch.device | str,
     dtype: torch.dtype,
     digests: AdapterDigests | None = None,
     part: Part | None = None,
 ) -> LoraWeights:
-    """Load the adapter of a PEFT folder, in `dtype` on `device`. Block-diagonal matrices (BD-LoRA) stay packed.
+    """Load the adapter of a PEFT folder, in `dtype` on the CPU. Block-diagonal matrices (BD-LoRA) stay packed.
 
     `digests`: the registry's digests of the files; None: the files are not compared. `part`: returns what is kept of
     some sites, such as a rank's shards, so that the whole adapter is never in memory; None: all is kept.
@@ -60,12 +59,13 @@ def load_adapter(
     with _opened(folder, digests, LoadTimes()) as (configs, file, threads):
         tensors = read_layout(configs.lora_alone(), file, base, None if digests is None else digests.alphas)
         if part is None:
-            all_of = read_sites(file, tensors, base, dtype, threads, for_kernels=False)
-            return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in all_of.items()})
+            return LoraWeights(
+                tensors.settings, dict(read_sites(file, tensors, base, dtype, threads, for_kernels=False))
+            )
         settings, found = tensors.settings, dict[str, LoraPair]()
         for some in in_parts(tensors, base, dtype):
             own = part(LoraWeights(settings, read_sites(file, some, base, dtype, threads, for_kernels=False)))
-            found |= {name: pair.to(device, copy=True) for name, pair in own.sites.items()}
+            found |= {name: pair.to("cpu", copy=True) for name, pair in own.sites.items()}
     return LoraWeights(own.settings, found)
 
 

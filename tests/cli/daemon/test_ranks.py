@@ -68,7 +68,7 @@ def alone(model: Path, adapter: Path | None) -> list[list[int]]:
     base, tokenizer = load_base(str(model), device="cpu", dtype="float32"), Tokenizer.load(str(model))
     kv = KvCache.for_base(base, 2048, 16, sequences=8)
     ref = None if adapter is None else AdapterRef("learned", 1)
-    store = AdapterStore(lambda *_: load_adapter(adapter or Path(), base.spec, device="cpu", dtype=base.dtype), 1 << 40)
+    store = AdapterStore(lambda *_: load_adapter(adapter or Path(), base.spec, dtype=base.dtype), 1 << 40)
     generator = Generator(base, store, kv, eager(base, kv), max_running=8, step_tokens=256)
     asked = [
         request(f"{i} {j}", tuple(tokenizer.encode(prompt)), SamplingParams(**sampling), ref)
