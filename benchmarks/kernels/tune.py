@@ -27,7 +27,7 @@ from coserve.kernels.lora.segmented.tiles import HostTiles, Tiles, base_only_til
 
 Change = dict[str, int | bool]
 Blocks = TypeVar("Blocks", DecodeBlocks, PrefillBlocks)
-LongCall = Callable[[cases.Layer, SiteTable, torch.Tensor, PrefillBlocks], object]
+LongCall = Callable[[cases.Layer, SiteTable, torch.Tensor, TilePlan], object]
 
 
 def climb(name: str, start: Blocks, changes: Iterable[Change], time_us: Callable[[Blocks], float]) -> None:
@@ -151,30 +151,33 @@ def long() -> None:
 def _long_kernels(name: str, layers: list[cases.Layer], tables: list[SiteTable], tiles: Tiles, rank: int) -> None:
     h = [torch.randn(2, 4096, rank, device=cases.DEVICE, dtype=cases.DTYPE) for _ in layers]
     both = list(zip(layers, tables, h, strict=True))
-    plan = TilePlan(tiles, rank, False)
 
     def timed(call: LongCall) -> Callable[[PrefillBlocks], float]:
-        return lambda blocks: graph_us([partial(call, *inputs, blocks) for inputs in both], replays=7, repeat=2).us
+        def microseconds(blocks: PrefillBlocks) -> float:
+            plan = TilePlan(tiles, rank, False, blocks)
+            return graph_us([partial(call, *inputs, plan) for inputs in both], replays=7, repeat=2).us
+
+        return microseconds
 
     kernels: dict[str, tuple[LongCall, list[Change]]] = {
         "shrink": (
-            lambda la, t, h, b: launch_prefill.prefill_shrink(la.x, plan, t, b),
+            lambda la, t, h, plan: launch_prefill.prefill_shrink(la.x, plan, t),
             [{"k": k, "shrink_stages": s, "shrink_programs": p} for p in (1, 2) for k in (64, 128) for s in (3, 6)],
         ),
         "expand": (
-            lambda la, t, h, b: launch_prefill.prefill_expand(la.ys, la.ys, h, plan, t, blocks=b),
+            lambda la, t, h, plan: launch_prefill.prefill_expand(la.ys, la.ys, h, plan, t),
             [{"o": o, "run_stages": s, "run_blocks": n} for o in (32, 64) for s in (2, 3, 4) for n in (1, 4, 8)],
         ),
         "shrink_b": (
-            lambda la, t, h, b: launch_backward.shrink_b(la.ys, plan, t, b),
+            lambda la, t, h, plan: launch_backward.shrink_b(la.ys, plan, t),
             [{"k": k, "back_warps": w, "back_stages": s} for k in (64, 128) for w in (4, 8) for s in (3, 4)],
         ),
         "expand_a": (
-            lambda la, t, h, b: launch_backward.expand_a(h, 14336, plan, t, b),
+            lambda la, t, h, plan: launch_backward.expand_a(h, 14336, plan, t),
             [{"d": d, "d_warps": w} for d in (64, 128, 256) for w in (2, 4, 8)],
         ),
         "outer_b": (
-            lambda la, t, h, b: launch_backward.outer(la.ys[0], h[:1], [8 * rank], plan, t, of_b=0, blocks=b),
+            lambda la, t, h, plan: launch_backward.outer(la.ys[0], h[:1], [8 * rank], plan, t, of_b=0),
             [{"outer_n": n, "outer_warps": w, "outer_stages": s} for n in (64, 128) for w in (4, 8) for s in (2, 3)],
         ),
     }

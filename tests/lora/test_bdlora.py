@@ -189,7 +189,7 @@ def test_one_block_is_a_plain_adapter(tmp_path: Path) -> None:
         ({"target_modules_bd_a": ["o_proj", "q_proj"]}, CorruptAdapter, "overlap"),
         ({"target_modules_bd_a": ["self_attn"]}, CorruptAdapter, "both"),
         ({"target_modules_bd_a": None}, CorruptAdapter, "for neither A nor B"),
-        ({"nblocks": "2"}, UnsupportedAdapter, "expected nblocks of at least 1"),
+        ({"nblocks": "2"}, UnsupportedAdapter, "expected nblocks of 1 to 128"),
         ({"target_modules_bd_a": "o_proj"}, UnsupportedAdapter, "as lists of at most 1024 names"),
         ({"target_modules_bd_a": ["o_proj"] * 1025}, UnsupportedAdapter, "as lists of at most 1024 names"),
     ],

@@ -37,23 +37,27 @@ def write_arrays(
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
     formats = {name: "U8" if name in uint8 else "F32" for name in shapes}
-    order = sorted(
-        shapes, key=lambda name: (formats[name], name)
-    )  # fp32 first, so that each tensor is aligned to its element size
+    # fp32 first, so that each tensor is aligned to its element size
+    order = sorted(shapes, key=lambda name: (formats[name], name))
     end = 0
     for name in order:
         size = _FORMATS[formats[name]].itemsize * math.prod(shapes[name])
         header[name] = {"dtype": formats[name], "shape": list(shapes[name]), "data_offsets": [end, end + size]}
         end += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
     with path.open("xb", buffering=0) as file:
-        _write(file, memoryview(len(text).to_bytes(8, "little") + text))
+        _write(file, memoryview(header_bytes(header)))
         for name in order:
             array = data(name)
             expected = _FORMATS[formats[name]]
             assert array.dtype == expected and array.shape == shapes[name] and array.flags.c_contiguous, name
             _write(file, array.reshape(-1).data.cast("B"))
+
+
+def header_bytes(header: Mapping[str, object]) -> bytes:
+    """Return the beginning of a safetensors file: the header, padded to whole words, behind its length."""
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _write(file: FileIO, data: memoryview) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Container, Iterable, KeysView, Sequence
 from pathlib import Path
 from typing import cast
@@ -12,6 +11,7 @@ from typing import cast
 from coserve.core.errors import InvalidRequest, UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from coserve.lora.files.tensorfile import TensorFile, read_json
+from coserve.lora.files.tensorfile_writer import header_bytes
 
 _DECODERS = (
     "model.",
@@ -22,7 +22,6 @@ _DECODERS = (
     "model.text_model.",
 )
 """Paths of the decoder: in a text model, a wrapper of transformers 5, wrappers of earlier versions, and Idefics3."""
-"""PEFT's, of each tensor's name."""
 _OTHER_PARTS = frozenset(
     {
         *("vision_tower", "visual", "vision_model", "image_encoder", "multi_modal_projector", "mm_projector"),
@@ -90,11 +89,9 @@ def rename_decoder(folder: Path, decoder: str) -> None:
             own = name.removeprefix(PEFT_PREFIX)
             renamed = name if own == name else PEFT_PREFIX + _renamed(own, old, new)
             header[renamed] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
         beside = folder / f".{ADAPTER_WEIGHTS}"
         with beside.open("xb") as out:
-            out.write(struct.pack("<Q", len(text)) + text)
+            out.write(header_bytes(header))
             for entry in sorted(file.entries.values(), key=lambda entry: entry.start):
                 out.writelines(file.chunks(entry))
     beside.replace(folder / ADAPTER_WEIGHTS)

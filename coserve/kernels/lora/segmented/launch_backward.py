@@ -15,7 +15,6 @@ from coserve.kernels.lora.segmented.adapter_table import SiteTable
 from coserve.kernels.lora.segmented.block_sizes import (
     MAX_SITES,
     PROGRAMS,
-    PrefillBlocks,
     narrow,
     rank_block,
     splits_of,
@@ -39,9 +38,9 @@ def _programs(like: Tensor) -> int:
     return PROGRAMS * device_info(like.device).multiprocessors
 
 
-def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: PrefillBlocks | None = None) -> Tensor:
+def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable) -> Tensor:
     """Return g (G, T, R) = scaling dy B for each site of a group."""
-    blocks = blocks or plan.prefill
+    blocks = plan.prefill
     tiles, rows, R, ranks = plan.tiles.tiles, plan.tiles.rows, plan.R, table.ranks
     tokens, block_r = dys[0].shape[0], rank_block(R)
     g = torch.empty(len(dys), tokens, R, dtype=dys[0].dtype, device=dys[0].device)
@@ -66,9 +65,9 @@ def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: Pr
     return g
 
 
-def expand_a(g: Tensor, inputs: int, plan: TilePlan, table: SiteTable, blocks: PrefillBlocks | None = None) -> Tensor:
+def expand_a(g: Tensor, inputs: int, plan: TilePlan, table: SiteTable) -> Tensor:
     """Return dx (T, D) = Σ_site g_site A_site; the plan's tiles cover every row."""
-    blocks = blocks or plan.prefill
+    blocks = plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
     sites, tokens, R = g.shape
     dx = torch.empty(tokens, inputs, dtype=g.dtype, device=g.device)
@@ -96,7 +95,6 @@ def outer(
     *,
     of_b: int | None = None,
     into_sums: bool = False,
-    blocks: PrefillBlocks | None = None,
 ) -> list[Tensor]:
     """Compute gradients of weights, adapters one after another: dA of every site (u = x, `v_GTR` = g), or dB of one
     site.
@@ -105,7 +103,7 @@ def outer(
     `b_totals`; each result is flat, `totals * N` long. With `into_sums`, the gradients are added to the pairs'
     `MainGrads` and the result is empty.
     """
-    blocks = blocks or plan.prefill
+    blocks = plan.prefill
     tiles, spans, rows = plan.tiles.tiles, plan.tiles.spans, plan.tiles.rows
     table = table.from_site(of_b or 0)
     ranks, scalings, starts, sums = _columns(table)

@@ -71,7 +71,6 @@ def prefill_shrink(
     x_TD: Tensor,
     plan: TilePlan,
     table: SiteTable,
-    blocks: PrefillBlocks | None = None,
     *,
     finish: bool = True,
     shards: int = 1,
@@ -82,7 +81,7 @@ def prefill_shrink(
     `shards`: A is sharded into so many equal shards, and `table` points at one of them; h has the ranks of a shard,
     rounded up to whole blocks.
     """
-    blocks = blocks or plan.prefill
+    blocks = plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
     R = plan.R if shards == 1 else cdiv(plan.R, shards * RANK_BLOCK) * RANK_BLOCK
     tokens, inputs = x_TD.shape
@@ -133,7 +132,6 @@ def prefill_expand(
     table: SiteTable,
     *,
     kept: Tensor | None = None,
-    blocks: PrefillBlocks | None = None,
     shards: int = 1,
 ) -> None:
     """Compute `out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`.
@@ -141,7 +139,7 @@ def prefill_expand(
     h: (G, T, R), or its partial sums (splits, G, T, R), whose sum is written to `kept`; they require several output
     blocks per program (`prefill`). With `shards`: (shards, G, T, ranks of a shard), for fully sharded pairs.
     """
-    blocks = blocks or plan.prefill
+    blocks = plan.prefill
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
     (sites, tokens, width), R = h.shape[-3:], plan.R
     assert sites == len(ys) <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {len(ys)}"
