@@ -19,6 +19,7 @@ from coserve.workloads.bundled import bundled_rows
 
 QUESTION = 12
 """Tokens of a question."""
+QUANTILES = {"least": 0.0, "p50": 0.5, "p90": 0.9, "most": 1.0}
 
 
 def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
@@ -54,13 +55,21 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
             about = {"asking_s": asking, "questions": info.document.questions}
             about |= {"generated_tokens": info.document.generated_tokens}
             about |= {"trained_tokens": info.trained_tokens, "rows": info.rows, "steps": info.step}
-            phases = phase_times(job.events(), info.started_at)
+            events = [*job.events()]
+            phases = phase_times(events, info.started_at)
+            steps = {event.metrics.step: event.metrics.seconds for event in events if event.metrics is not None}
+            about |= {"steps_s": round(sum(steps.values()), 2), "step_s": shown(sorted(steps.values()))}
             print(name, round(took, 2), about, phases, flush=True)
             if name != "warm":
                 seconds.append(round(took, 2))
                 middle = sorted(seconds)[len(seconds) // 2]
                 target = None if options.tiny else Target(60, most=True)
                 results.put("documents.gpu_s.4k", middle, "s", target, seconds, about | {"phases": phases})
+
+
+def shown(ascending: Sequence[float]) -> dict[str, float]:
+    """Return quantiles of the seconds of a job's optimizer steps."""
+    return {name: round(ascending[int(at * (len(ascending) - 1))], 3) for name, at in QUANTILES.items()}
 
 
 def bundled_tokens(tokenizer: Tokenizer, count: int) -> list[int]:
