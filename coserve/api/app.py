@@ -31,6 +31,7 @@ from coserve.api.openai.files.handlers import FilesApi
 from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
+from coserve.api.openai.models import ModelsApi
 from coserve.api.openai.responses.handlers import ResponsesApi
 from coserve.api.page.handlers import PageApi
 from coserve.api.service import Service
@@ -73,6 +74,7 @@ def make_app(
             "LoRAX and TGI": (tgi,),
             "OpenAI": (
                 openai,
+                ModelsApi(service),
                 LoraApi(service, config, bodies, uploads),
                 responses,
                 BatchesApi(batches),

@@ -27,7 +27,6 @@ from coserve.api.openai import schemas
 from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
 from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events
 from coserve.api.openai.errors import openai_error, openai_route
-from coserve.api.openai.models import delete_model, get_model, list_models
 from coserve.api.openai.requests import PLACEHOLDER_MODELS, chat_request, completion_requests
 from coserve.api.openai.tool_choice import naming_fields, with_allowed_tools, without_format
 from coserve.api.openai.usage import ResponseMeta, new_meta
@@ -146,24 +145,6 @@ class OpenAIApi:
         native = chat_request(body, self._service.engine.spec, self.chat_template)
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
         return body, parsers.format.prepared(native), parsers
-
-    @openai_route("GET", "/v1/models", "List the base and the adapters")
-    async def list_models(self) -> schemas.ModelList:
-        return await list_models(self._service)
-
-    @openai_route("GET", "/v1/models/{id}", "Show the base or an adapter", slashes=True)
-    async def get_model(self, id: str) -> schemas.Model:
-        return await get_model(self._service, id)
-
-    @openai_route(
-        "DELETE",
-        "/v1/models/{id}",
-        "Delete an adapter: one version (`name@version`, or a fine-tuned model) or all (`name`)",
-        slashes=True,
-        errors=(409, 507),
-    )
-    async def delete_model(self, id: str) -> schemas.DeletedModel:
-        return await delete_model(self._service, id)
 
     @_generates(
         "/invocations",

@@ -18,7 +18,7 @@ from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import encoded_json
 from coserve.api.http.route import Route
 from coserve.api.openai.errors import openai_route
-from coserve.api.openai.models import get_model
+from coserve.api.openai.models import find_model
 from coserve.api.openai.requests import PLACEHOLDER_MODELS, adapter_of
 from coserve.api.openai.schemas import ModelName
 from coserve.api.service import Service
@@ -115,7 +115,7 @@ class TokenizerApi:
         """Return the JSON `answer` to a request that names `model`, unless there is no such model."""
         if model is not None and model not in PLACEHOLDER_MODELS:
             try:
-                await get_model(self._service, model)
+                await find_model(self._service, model)
             except AdapterNotFound as error:
                 raise AdapterNotFound(error.message, field="model") from None
         return encoded_json(answer)
