@@ -37,20 +37,7 @@ from coserve.client.transport import HttpTransport, Response, Transport
 from coserve.core.errors import InternalError, InvalidRequest, Unreachable
 from coserve.core.health import Health
 from coserve.core.hints import fields_of, hint
-from coserve.core.schemas.adapters import (
-    Adapter,
-    AdapterList,
-    AdapterUpdate,
-    Alias,
-    AliasList,
-    AliasRequest,
-    ConvertedAdapter,
-    ConvertRequest,
-    DeletedAdapter,
-    Distillation,
-    ImportRequest,
-    RollbackRequest,
-)
+from coserve.core.schemas import adapters as schemas
 from coserve.core.schemas.generation import GenerateChunk, GenerateResponse
 from coserve.core.schemas.jobs import EvalRequest, FinetuneRequest, Job, JobList, OnConflict, Preparing, RowField
 from coserve.core.schemas.service import STREAM_END
@@ -300,77 +287,81 @@ class AsyncClient:
         source: str | None = None,
         resident: bool | None = None,
         tag: str | None = None,
-    ) -> AdapterList:
+    ) -> schemas.AdapterList:
         """Return a page of adapters (their current versions), by name: those whose name contains `search`, of the base
         with this name, made by this `source` (job, import, load, convert), in memory or not, with this tag. The list is
         `data`; `has_more`: the next page is `after` the last one's id."""
         query = {"after": after, "limit": limit, "search": search, "base": base, "source": source, "tag": tag}
         query |= {"resident": None if resident is None else str(resident).lower()}
-        return await self._caller.call("GET", "/adapters", AdapterList, query=query)
+        return await self._caller.call("GET", "/adapters", schemas.AdapterList, query=query)
 
-    async def adapter(self, ref: str) -> Adapter:
+    async def adapter(self, ref: str) -> schemas.Adapter:
         """Return an adapter by `name` (its current version) or `name@version`. Raises `AdapterNotFound`."""
-        return await self._caller.call("GET", f"/adapters/{_quoted(ref)}", Adapter)
+        return await self._caller.call("GET", f"/adapters/{_quoted(ref)}", schemas.Adapter)
 
-    async def import_adapter(self, name: str, folder: Path | str | None = None, *, path: str | None = None) -> Adapter:
+    async def import_adapter(
+        self, name: str, folder: Path | str | None = None, *, path: str | None = None
+    ) -> schemas.Adapter:
         """Make PEFT files the next version of `name`: a local folder or archive (.tar, .tar.gz, .zip), a URL that
         fsspec opens (`s3://...`, or `hf://OWNER/NAME` on the hub), or the path of a folder at the daemon."""
         check_one_given({"folder": folder, "path": path}, field="folder")
         if folder is None:
-            body = ImportRequest(name=name, path=path)
-            return await self._caller.call("POST", "/adapters", Adapter, body=body)
+            body = schemas.ImportRequest(name=name, path=path)
+            return await self._caller.call("POST", "/adapters", schemas.Adapter, body=body)
         async with local_files(folder) as source:
             upload = adapter_upload(name, source)
-            return await self._caller.call("POST", "/adapters", Adapter, body=upload)
+            return await self._caller.call("POST", "/adapters", schemas.Adapter, body=upload)
 
     async def download_adapter(self, ref: str, folder: Path | str) -> Path:
         """Save PEFT files into `folder`, which must be missing or empty, and return it."""
         response = await self._caller.stream(self._caller.request("GET", f"/adapters/{_quoted(ref)}/download"))
         return await save_adapter(response, Path(folder))
 
-    async def delete_adapter(self, ref: str) -> DeletedAdapter:
+    async def delete_adapter(self, ref: str) -> schemas.DeletedAdapter:
         """Delete one version (`name@version`) or all (`name`). Raises `AdapterNotFound`, `AdapterBusy`."""
-        return await self._caller.call("DELETE", f"/adapters/{_quoted(ref)}", DeletedAdapter)
+        return await self._caller.call("DELETE", f"/adapters/{_quoted(ref)}", schemas.DeletedAdapter)
 
-    async def rollback_adapter(self, name: str, version: int) -> Adapter:
+    async def rollback_adapter(self, name: str, version: int) -> schemas.Adapter:
         """Make an older version the current one of `name`, until a newer one is published. Raises `AdapterNotFound`."""
-        body = RollbackRequest(version=version)
-        return await self._caller.call("POST", f"/adapters/{_quoted(name)}/rollback", Adapter, body=body)
+        body = schemas.RollbackRequest(version=version)
+        return await self._caller.call("POST", f"/adapters/{_quoted(name)}/rollback", schemas.Adapter, body=body)
 
     async def update_adapter(
         self, ref: str, *, tags: Iterable[str] | None = None, ttl: float | None = None, pinned: bool | None = None
-    ) -> Adapter:
+    ) -> schemas.Adapter:
         """Set the tags of a name, its time to live (`ttl` seconds from now, 0: none), or whether a version stays in
         host memory. None changes nothing. Raises `AdapterNotFound`."""
-        body = AdapterUpdate(tags=None if tags is None else tuple(tags), ttl=ttl, pinned=pinned)
-        return await self._caller.call("PATCH", f"/adapters/{_quoted(ref)}", Adapter, body=body)
+        body = schemas.AdapterUpdate(tags=None if tags is None else tuple(tags), ttl=ttl, pinned=pinned)
+        return await self._caller.call("PATCH", f"/adapters/{_quoted(ref)}", schemas.Adapter, body=body)
 
-    async def aliases(self) -> list[Alias]:
+    async def aliases(self) -> list[schemas.Alias]:
         """Return every alias, by name."""
-        return (await self._caller.call("GET", "/aliases", AliasList)).data
+        return (await self._caller.call("GET", "/aliases", schemas.AliasList)).data
 
-    async def set_alias(self, name: str, target: str, *, canary: str | None = None, weight: float = 0.0) -> Alias:
+    async def set_alias(
+        self, name: str, target: str, *, canary: str | None = None, weight: float = 0.0
+    ) -> schemas.Alias:
         """Create the alias `name` for a version of an adapter, or move it to that version. A fraction `weight` of its
         requests gets another version, `canary`. Raises `AdapterNotFound`, `NameTaken` for an adapter's name."""
-        body = AliasRequest(target=target, canary=canary, weight=weight)
-        return await self._caller.call("PUT", f"/aliases/{_quoted(name)}", Alias, body=body)
+        body = schemas.AliasRequest(target=target, canary=canary, weight=weight)
+        return await self._caller.call("PUT", f"/aliases/{_quoted(name)}", schemas.Alias, body=body)
 
-    async def promote_alias(self, name: str) -> Alias:
+    async def promote_alias(self, name: str) -> schemas.Alias:
         """Give all requests of an alias to its canary. Raises `InvalidRequest` if there is none."""
-        return await self._caller.call("POST", f"/aliases/{_quoted(name)}/promote", Alias)
+        return await self._caller.call("POST", f"/aliases/{_quoted(name)}/promote", schemas.Alias)
 
-    async def rollback_alias(self, name: str) -> Alias:
+    async def rollback_alias(self, name: str) -> schemas.Alias:
         """Remove an alias's canary; if it has none, return to its previous version."""
-        return await self._caller.call("POST", f"/aliases/{_quoted(name)}/rollback", Alias)
+        return await self._caller.call("POST", f"/aliases/{_quoted(name)}/rollback", schemas.Alias)
 
-    async def delete_alias(self, name: str) -> Alias:
+    async def delete_alias(self, name: str) -> schemas.Alias:
         """Delete an alias; the adapter stays."""
-        return await self._caller.call("DELETE", f"/aliases/{_quoted(name)}", Alias)
+        return await self._caller.call("DELETE", f"/aliases/{_quoted(name)}", schemas.Alias)
 
-    async def prefetch_adapter(self, ref: str) -> Adapter:
+    async def prefetch_adapter(self, ref: str) -> schemas.Adapter:
         """Let the daemon read an adapter into memory before a request needs it; does not wait for it. Raises
         `AdapterNotFound`, `BaseMismatch`."""
-        return await self._caller.call("POST", f"/adapters/{_quoted(ref)}/prefetch", Adapter)
+        return await self._caller.call("POST", f"/adapters/{_quoted(ref)}/prefetch", schemas.Adapter)
 
     async def convert_adapter(
         self,
@@ -380,8 +371,8 @@ class AsyncClient:
         rank: int | None = None,
         max_error: float | None = None,
         name: str | None = None,
-        distill: Distillation | None = None,
-    ) -> ConvertedAdapter:
+        distill: schemas.Distillation | None = None,
+    ) -> schemas.ConvertedAdapter:
         """Convert `ref` to a BD-LoRA adapter of `bd_blocks` blocks (1: plain LoRA) and publish it as `name`. The result
         is the nearest adapter with total LoRA rank `rank`, or with the smallest rank whose relative error is at most
         `max_error` (0.05). A large adapter takes minutes: see `read_timeout`. `distill`: a job that then trains the
@@ -390,8 +381,8 @@ class AsyncClient:
         Raises `AdapterNotFound`, and `InvalidRequest` for blocks, a rank or rows that do not fit; nothing is published
         then.
         """
-        body = ConvertRequest(bd_blocks=bd_blocks, rank=rank, max_error=max_error, name=name, distill=distill)
-        return await self._caller.call("POST", f"/adapters/{_quoted(ref)}/convert", ConvertedAdapter, body=body)
+        body = schemas.ConvertRequest(bd_blocks=bd_blocks, rank=rank, max_error=max_error, name=name, distill=distill)
+        return await self._caller.call("POST", f"/adapters/{_quoted(ref)}/convert", schemas.ConvertedAdapter, body=body)
 
     # ---- the daemon
 

@@ -9,22 +9,10 @@ import msgspec
 
 from coserve.client.caller import Caller
 from coserve.client.options import as_struct
-from coserve.core.training.schemas import (
-    ClosedSession,
-    ComputeRequest,
-    ComputeResult,
-    OptimStepRequest,
-    OptimStepResult,
-    PublishedAdapter,
-    PublishRequest,
-    SavedState,
-    SaveStateRequest,
-    Session,
-    SessionExample,
-)
+from coserve.core.training import schemas
 
 T = TypeVar("T")
-Examples = Iterable[SessionExample | Mapping[str, Any]]
+Examples = Iterable[schemas.SessionExample | Mapping[str, Any]]
 
 
 class AsyncTrainingSession:
@@ -32,7 +20,7 @@ class AsyncTrainingSession:
     is free for others. Every call returns when the daemon has executed it, calls of several tasks in their order. A
     call that fails leaves the session as it was; if it had to add gradients, the next `optim_step` is refused."""
 
-    def __init__(self, caller: Caller, info: Session) -> None:
+    def __init__(self, caller: Caller, info: schemas.Session) -> None:
         self._caller, self.info = caller, info
 
     def __repr__(self) -> str:
@@ -50,7 +38,7 @@ class AsyncTrainingSession:
 
     async def forward_backward(
         self, examples: Examples, loss: str = "cross_entropy", config: Mapping[str, float] | None = None
-    ) -> ComputeResult:
+    ) -> schemas.ComputeResult:
         """Add the gradients of a loss, summed over all targets, to those since the last `optim_step`. Returns the loss
         and the log-probability of each target.
 
@@ -61,7 +49,7 @@ class AsyncTrainingSession:
 
     async def forward(
         self, examples: Examples, loss: str = "cross_entropy", config: Mapping[str, float] | None = None
-    ) -> ComputeResult:
+    ) -> schemas.ComputeResult:
         """Return what `forward_backward` returns, without gradients."""
         return await self._compute("forward", examples, loss, config)
 
@@ -74,9 +62,9 @@ class AsyncTrainingSession:
         eps: float = 1e-12,
         weight_decay: float = 0.0,
         grad_clip_norm: float = 0.0,
-    ) -> OptimStepResult:
+    ) -> schemas.OptimStepResult:
         """Update the weights by AdamW with the gradients. `grad_clip_norm` 0: no clipping."""
-        body = OptimStepRequest(
+        body = schemas.OptimStepRequest(
             learning_rate=learning_rate,
             beta1=beta1,
             beta2=beta2,
@@ -84,27 +72,29 @@ class AsyncTrainingSession:
             weight_decay=weight_decay,
             grad_clip_norm=grad_clip_norm,
         )
-        return await self._post("optim_step", body, OptimStepResult)
+        return await self._post("optim_step", body, schemas.OptimStepResult)
 
     async def save(self, name: str, *, overwrite: bool = False) -> str:
         """Save weights and moments durably. Returns the `state` with which another session begins."""
-        return (await self._post("save", SaveStateRequest(name=name, overwrite=overwrite), SavedState)).state
+        return (
+            await self._post("save", schemas.SaveStateRequest(name=name, overwrite=overwrite), schemas.SavedState)
+        ).state
 
-    async def publish(self, adapter: str) -> PublishedAdapter:
+    async def publish(self, adapter: str) -> schemas.PublishedAdapter:
         """Make the weights the next version of `adapter`, which requests may use at once."""
-        return await self._post("publish", PublishRequest(adapter=adapter), PublishedAdapter)
+        return await self._post("publish", schemas.PublishRequest(adapter=adapter), schemas.PublishedAdapter)
 
     async def close(self) -> None:
         """End the session and free its memory. Its saved states and published adapters stay. Raises `NotFound` if it
         has ended."""
-        await self._caller.call("DELETE", f"/sessions/{self.id}", ClosedSession)
+        await self._caller.call("DELETE", f"/sessions/{self.id}", schemas.ClosedSession)
 
     async def _compute(
         self, verb: str, examples: Examples, loss: str, config: Mapping[str, float] | None
-    ) -> ComputeResult:
-        rows = [as_struct(one, SessionExample, f"examples[{number}]") for number, one in enumerate(examples)]
+    ) -> schemas.ComputeResult:
+        rows = [as_struct(one, schemas.SessionExample, f"examples[{number}]") for number, one in enumerate(examples)]
         return await self._post(
-            verb, ComputeRequest(examples=rows, loss=loss, config=dict(config or {})), ComputeResult
+            verb, schemas.ComputeRequest(examples=rows, loss=loss, config=dict(config or {})), schemas.ComputeResult
         )
 
     async def _post(self, verb: str, body: msgspec.Struct, type: type[T]) -> T:

@@ -15,21 +15,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from coserve.core.gpu_memory import MemoryModel, PoolShape
+from coserve.core.link import jobs
 from coserve.core.link.engine import EngineReady, EngineStopped, Shutdown
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
-from coserve.core.link.jobs import (
-    CancelJob,
-    JobCancelled,
-    JobCheckpoint,
-    JobFailed,
-    JobPaused,
-    JobProgress,
-    JobStarted,
-    JobSucceeded,
-    PauseJob,
-    ResumeJob,
-    StartJob,
-)
 from coserve.core.link.link import FromEngine, PeerLost, ToEngine
 from coserve.core.link.stats import AllocatorStats, EngineStats, StepCounts
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
@@ -119,7 +107,7 @@ class FakeEngine:
         self.told: list[ToEngine] = []
         self.news = asyncio.Event()
         self.fail_requests: RequestFailed | None = None
-        self.fail_jobs: JobFailed | None = None
+        self.fail_jobs: jobs.JobFailed | None = None
         self.go_requests, self.go_jobs = asyncio.Event(), asyncio.Event()
         self.go_requests.set()
         self.go_jobs.set()
@@ -180,19 +168,19 @@ class FakeEngine:
                 self._tasks[message.id] = asyncio.create_task(self.answer(message))
             case CancelRequest(id=id):
                 self._tasks[id].cancel()
-            case StartJob(spec=spec, paused=paused):
+            case jobs.StartJob(spec=spec, paused=paused):
                 self._specs[spec.id] = spec
                 if not paused:
                     self._tasks[spec.id] = asyncio.create_task(self._train(spec))
-            case PauseJob(id=id):
+            case jobs.PauseJob(id=id):
                 self._tasks[id].cancel()
-                self.link.send(JobPaused(id=id))
-            case ResumeJob(id=id):
+                self.link.send(jobs.JobPaused(id=id))
+            case jobs.ResumeJob(id=id):
                 self._tasks[id] = asyncio.create_task(self._train(self._specs[id]))
-            case CancelJob(id=id):
+            case jobs.CancelJob(id=id):
                 if id in self._tasks:
                     self._tasks[id].cancel()
-                self.link.send(JobCancelled(id=id))
+                self.link.send(jobs.JobCancelled(id=id))
             case Shutdown():
                 self.link.send(EngineStopped())
 
@@ -225,18 +213,18 @@ class FakeEngine:
                 await asyncio.Event().wait()
 
     async def _train(self, spec: JobSpec) -> None:
-        self.link.send(JobStarted(id=spec.id, total_steps=self.steps))
+        self.link.send(jobs.JobStarted(id=spec.id, total_steps=self.steps))
         await self.go_jobs.wait()
         if self.fail_jobs is not None:
-            self.link.send(JobFailed(id=spec.id, code=self.fail_jobs.code, message=self.fail_jobs.message))
+            self.link.send(jobs.JobFailed(id=spec.id, code=self.fail_jobs.code, message=self.fail_jobs.message))
             return
         for step in range(1, self.steps + 1):
-            self.link.send(JobProgress(id=spec.id, metrics=metrics(step, self.steps)))
+            self.link.send(jobs.JobProgress(id=spec.id, metrics=metrics(step, self.steps)))
             await asyncio.sleep(0)
-        self.link.send(JobCheckpoint(id=spec.id, step=self.steps))
+        self.link.send(jobs.JobCheckpoint(id=spec.id, step=self.steps))
         ref = AdapterRef(spec.adapter, spec.version)
         self.write_adapter(self.folder.adapter(ref), self.base)
-        self.link.send(JobSucceeded(id=spec.id, ref=ref))
+        self.link.send(jobs.JobSucceeded(id=spec.id, ref=ref))
 
     def stats(self, *, waits: tuple[float, float] = (0.0, 0.0), **changes: Any) -> None:
         """Report gauges. `waits`: of the oldest request, and of training."""

@@ -18,17 +18,8 @@ from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CheckpointUnreadable, PromptTooLong, failure_text
 from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.link import jobs
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
-from coserve.core.link.jobs import (
-    JobCheckpoint,
-    JobFailed,
-    JobNote,
-    JobProgress,
-    JobSnapshot,
-    JobStarted,
-    JobSucceeded,
-    JobWaiting,
-)
 from coserve.core.link.link import FromEngine
 from coserve.core.link.stats import AllocatorStats, TrainingBatches
 from coserve.core.training.jobs import JobSpec
@@ -380,7 +371,7 @@ class FakeTrainer:
     _runs: dict[str, _Run] = field(default_factory=dict)
     _idle_since: float = 0.0
 
-    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], jobs.JobStarted]:
         assert spec.id not in self._runs, f"{spec.id} started twice"
         assert spec.id not in self.published, f"{spec.id} started after its end"
         plan = self.plans[spec.id]
@@ -388,12 +379,12 @@ class FakeTrainer:
             raise CheckpointUnreadable("chaos")
         step = self.saved.get(spec.id, 0)
 
-        def start() -> JobStarted:
+        def start() -> jobs.JobStarted:
             if not self._runs:
                 self._idle_since = max(self._idle_since, self.clock())
             self._runs[spec.id] = _Run(spec, step, tried=step)
             self.ran[spec.id] = []
-            return JobStarted(id=spec.id, total_steps=plan.steps, resumed_from=step)
+            return jobs.JobStarted(id=spec.id, total_steps=plan.steps, resumed_from=step)
 
         return start
 
@@ -429,10 +420,12 @@ class FakeTrainer:
         if plan.rows is not None and not run.evaluates and self.batch_rows is not None:
             limits = BatchLimits(1 << 20 if shared_tokens is None else shared_tokens, self.batch_rows)
             joining = companions(_size(plan.rows), [(id, _size(self.plans[id].rows or 0)) for id in able], limits)
-        jobs = [job, *joining]
-        one = FakePass(jobs, {id: self.plans[id].rows for id in jobs}, self.kinds(plan), evaluation=run.evaluates)
+        together = [job, *joining]
+        one = FakePass(
+            together, {id: self.plans[id].rows for id in together}, self.kinds(plan), evaluation=run.evaluates
+        )
         self.passes.append(one)
-        for id in jobs:
+        for id in together:
             assert self._runs[id].shared is None, f"{id} joins twice"
             self._runs[id].shared = one
         return one
@@ -467,8 +460,8 @@ class FakeTrainer:
 
     def _end_of_step(self, run: _Run, plan: JobPlan) -> list[FromEngine]:
         if run.step == plan.fails_at:
-            return [JobFailed(id=run.spec.id, code="non_finite_loss", message="chaos")]
-        return [JobProgress(id=run.spec.id, metrics=make_metrics(run.step, plan.steps, tokens=1, target_tokens=1))]
+            return [jobs.JobFailed(id=run.spec.id, code="non_finite_loss", message="chaos")]
+        return [jobs.JobProgress(id=run.spec.id, metrics=make_metrics(run.step, plan.steps, tokens=1, target_tokens=1))]
 
     notes: tuple[str, ...] = ()
 
@@ -482,16 +475,16 @@ class FakeTrainer:
         run = self._runs[job]
         return run.step > run.tried and run.step % self.plans[job].checkpoint_every == 0 and not run.evaluates
 
-    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
+    def checkpoint(self, job: str) -> Callable[[], jobs.JobCheckpoint] | None:
         self.abandon(job)
         run = self._runs[job]
         step = run.tried = run.step - run.evaluates  # a step ends with its evaluation
         if step == self.saved.get(job, 0):
             return None
 
-        def save() -> JobCheckpoint:
+        def save() -> jobs.JobCheckpoint:
             self.saved[job] = step
-            return JobCheckpoint(id=job, step=step)
+            return jobs.JobCheckpoint(id=job, step=step)
 
         return self._writes("write", job, save)
 
@@ -501,10 +494,10 @@ class FakeTrainer:
             return False
         return run.step % self.sample_every == 0 or self.finished(job)
 
-    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
+    def snapshot(self, job: str) -> Callable[[], Callable[[], jobs.JobSnapshot | jobs.JobNote]]:
         run = self._runs[job]
         step = run.snapshot = run.step
-        taken = JobSnapshot(id=job, step=step, ref=AdapterRef(f"{job}:snapshot", step))
+        taken = jobs.JobSnapshot(id=job, step=step, ref=AdapterRef(f"{job}:snapshot", step))
         return self._writes("snapshot", job, lambda: lambda: taken)
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
@@ -513,12 +506,12 @@ class FakeTrainer:
             run.shared.jobs.remove(job)
         run.shared = None
 
-    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
+    def publication(self, job: str) -> Callable[[], Callable[[], jobs.JobSucceeded | jobs.JobWaiting]]:
         run = self._runs[job]
 
-        def publish() -> JobSucceeded:
+        def publish() -> jobs.JobSucceeded:
             self.published.append(job)
-            return JobSucceeded(id=job, ref=AdapterRef(run.spec.adapter, run.spec.version))
+            return jobs.JobSucceeded(id=job, ref=AdapterRef(run.spec.adapter, run.spec.version))
 
         return self._writes("publish", job, lambda: publish)
 

@@ -8,19 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from coserve.core.link import jobs
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import CancelRequest, Generate, RequestFailed, Tokens
-from coserve.core.link.jobs import (
-    CancelJob,
-    JobCancelled,
-    JobFailed,
-    JobSnapshot,
-    JobSucceeded,
-    PauseJob,
-    ResumeJob,
-    SnapshotDone,
-    StartJob,
-)
 from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
@@ -160,10 +150,10 @@ def _jobs(rng: random.Random, plans: dict[str, JobPlan], calm: bool) -> list[tup
     script: list[tuple[float, ToEngine]] = []
     for id in plans:
         at = rng.uniform(0, 3)
-        script.append((at, StartJob(spec=job_spec(id), paused=not calm and rng.random() < 0.1)))
+        script.append((at, jobs.StartJob(spec=job_spec(id), paused=not calm and rng.random() < 0.1)))
         for _ in range(0 if calm else rng.randint(0, 4)):
             at += rng.expovariate(2)
-            kind = rng.choices((PauseJob, ResumeJob, CancelJob), (4, 5, 1))[0]
+            kind = rng.choices((jobs.PauseJob, jobs.ResumeJob, jobs.CancelJob), (4, 5, 1))[0]
             script.append((at, kind(id=id)))
     return script
 
@@ -202,7 +192,7 @@ class Outcome:
 def _ends(message: FromEngine) -> bool:
     if isinstance(message, Tokens):
         return message.finished is not None
-    return isinstance(message, RequestFailed | JobSucceeded | JobFailed | JobCancelled)
+    return isinstance(message, RequestFailed | jobs.JobSucceeded | jobs.JobFailed | jobs.JobCancelled)
 
 
 class Watched:
@@ -251,7 +241,7 @@ class _Api:
         self._outcome, self._link = outcome, link
         self._open: set[str] = set()
         self._quiet = asyncio.Event()
-        self._sampled: dict[str, tuple[JobSnapshot, int]] = {}
+        self._sampled: dict[str, tuple[jobs.JobSnapshot, int]] = {}
         """Requests for a sample, each with its snapshot and how many follow it."""
 
     async def send_script(self) -> None:
@@ -261,7 +251,7 @@ class _Api:
             self._note(message, clock())
             self._link.send(message)
         for job in self._outcome.scenario.plans:
-            self._link.send(ResumeJob(id=job))  # whatever was left paused runs to its end
+            self._link.send(jobs.ResumeJob(id=job))  # whatever was left paused runs to its end
         await self._until_quiet()
         self._link.send(Shutdown())
 
@@ -270,7 +260,7 @@ class _Api:
             case Generate(id=id):
                 self._outcome.sent[id] = now
                 self._open.add(id)
-            case StartJob(spec=spec):
+            case jobs.StartJob(spec=spec):
                 self._open.add(spec.id)
             case CancelRequest(id=id) if id in self._open:
                 self._outcome.cancelled[id] = now
@@ -283,10 +273,10 @@ class _Api:
             self._quiet.clear()
             await self._quiet.wait()
 
-    def _sample(self, snapshot: JobSnapshot, count: int) -> None:
+    def _sample(self, snapshot: jobs.JobSnapshot, count: int) -> None:
         """Ask for `count` samples, one after another; without any, the job goes on."""
         if not count:
-            self._link.send(SnapshotDone(id=snapshot.id, ref=snapshot.ref))
+            self._link.send(jobs.SnapshotDone(id=snapshot.id, ref=snapshot.ref))
             return
         id = f"{snapshot.ref} {len(self._outcome.messages)}"
         self._sampled[id] = snapshot, count - 1
@@ -299,7 +289,7 @@ class _Api:
         while True:
             message = await self._link.receive()
             self._outcome.messages.append((clock(), message))
-            if isinstance(message, JobSnapshot):
+            if isinstance(message, jobs.JobSnapshot):
                 self._sample(message, SAMPLES)
             elif _ends(message):
                 self._open.discard(message.id)

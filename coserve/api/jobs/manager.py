@@ -25,17 +25,9 @@ from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
 from coserve.api.node import Node
 from coserve.api.stopping import Stopping
+from coserve.core import errors
 from coserve.core.access.principal import idempotency_key, principal
 from coserve.core.cancellation import Commits, cancel_all, keep_task
-from coserve.core.errors import (
-    CoserveError,
-    EngineCrashed,
-    EngineUnavailable,
-    InvalidRequest,
-    QueueFull,
-    QuotaExceeded,
-    WrongJobState,
-)
 from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.core.schemas.documents import DocumentJob
 from coserve.core.schemas.jobs import DeletedJob, FinetuneRequest, Job, JobList
@@ -56,7 +48,7 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 3
 """A job is paused after this many engines in a row died while it ran, if it made no progress in between."""
 ENGINE_CRASHED = ErrorInfo(
-    code=EngineCrashed.code,
+    code=errors.EngineCrashed.code,
     message=f"the engine died {MAX_DEATHS} times while this job trained, and no step was new in between; "
     "resume it to try again",
 )
@@ -183,7 +175,7 @@ class JobManager:
             return record
         try:
             return await self._registry.with_reserve(lambda registry: registry.record_waiting(record.spec.id, need))
-        except CoserveError as error:
+        except errors.CoserveError as error:
             log.warning("job %s: %s", record.spec.id, error.message)
             return record
 
@@ -222,7 +214,7 @@ class JobManager:
 
     async def _follow(self, id: str) -> None:
         """Start a waiting job if the one before it has ended. Reads that fail are retried."""
-        with suppress(EngineUnavailable):  # the first engine's start does it
+        with suppress(errors.EngineUnavailable):  # the first engine's start does it
             await self._recorder.retries.run(f"job {id}", lambda: self._try_to_follow(id))
 
     async def _try_to_follow(self, id: str) -> None:
@@ -266,7 +258,7 @@ class JobManager:
         """
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
-            raise InvalidRequest("expected 1 to 128 printable characters", field=KEY)
+            raise errors.InvalidRequest("expected 1 to 128 printable characters", field=KEY)
         digests = {} if key is None else await asyncio.to_thread(request_digests, request, uploaded)
         async with self._keys.alone(None if key is None else idempotency_key(key)):
             made = None if key is None else await self._registry(lambda registry: registry.job_with_key(key))
@@ -287,11 +279,13 @@ class JobManager:
             paused = sum(job.state is JobState.PAUSED for job in jobs)
             hint = f" (paused: {paused}; resume or cancel them)" if paused else ""
             why = f"{count} jobs wait, run or are paused{hint}; the daemon takes {self._config.max_jobs}"
-            raise QueueFull(why, retry_after=10)
+            raise errors.QueueFull(why, retry_after=10)
         project = principal().project
         most = registry.quota(project).jobs
         if most is not None and registry.unfinished_of(project) >= most:
-            raise QuotaExceeded(f"project {project} has {most} jobs already, as many as its quota", retry_after=10)
+            raise errors.QuotaExceeded(
+                f"project {project} has {most} jobs already, as many as its quota", retry_after=10
+            )
 
     async def _accept(
         self,
@@ -389,7 +383,7 @@ class JobManager:
         async with self._changes:
             record = await self._registry(lambda registry: registry.job(id))
             if record.state is not JobState.PAUSED:
-                raise WrongJobState(f"expected a paused job, got one that is {record.state}", field="id")
+                raise errors.WrongJobState(f"expected a paused job, got one that is {record.state}", field="id")
             record = await self._registry.with_reserve(lambda registry: registry.set_state(id, JobState.QUEUED))
             self._wanted.pop(id, None)  # left by a pause whose caller stopped waiting
             if id in self._started:
@@ -416,14 +410,14 @@ class JobManager:
         if (record.state is wanted or record.state.terminal) and self._wanted.get(id) is wanted:
             del self._wanted[id]  # unless a later request asked for another state
         if record.state.terminal and record.state is not wanted:
-            raise WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
+            raise errors.WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
         return await self.views.show(record)
 
     async def _request_transition(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> JobRecord:
         async with self._changes:
             record = await self._registry(lambda registry: registry.job(id))
             if not record.state.can_become(wanted):
-                raise WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
+                raise errors.WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
             if self._engine.alive and id in self._started:
                 self._wanted[id] = wanted
                 self._engine.send(message)

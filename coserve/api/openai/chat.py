@@ -10,25 +10,8 @@ from coserve.api.answers.deltas import AnswerDelta, CallDelta
 from coserve.api.answers.parser import AnswerParser, AnswerParsers
 from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
+from coserve.api.openai import schemas
 from coserve.api.openai.completions import PromptLogprobsBuilder, by_id, by_text
-from coserve.api.openai.schemas import (
-    AnswerToolCall,
-    CalledFunction,
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatFinish,
-    ChatLogprob,
-    ChatLogprobs,
-    ChatRequest,
-    ChatTopLogprob,
-    FunctionDelta,
-    StreamOptions,
-    ToolCallDelta,
-)
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
 from coserve.core.schemas.generation import Finish, GenerateChunk, PromptLogprob
 from coserve.data.pretrained.vocabulary import Vocabulary
@@ -37,8 +20,8 @@ from coserve.data.pretrained.vocabulary import Vocabulary
 class ChatLogprobsBuilder:
     """Collects the log-probabilities of one choice, or of the prompt."""
 
-    def __init__(self, body: ChatRequest, vocabulary: Vocabulary) -> None:
-        self._body, self._vocabulary, self._content = body, vocabulary, JsonListBuilder[ChatLogprob]()
+    def __init__(self, body: schemas.ChatRequest, vocabulary: Vocabulary) -> None:
+        self._body, self._vocabulary, self._content = body, vocabulary, JsonListBuilder[schemas.ChatLogprob]()
         self.prompt = PromptLogprobsBuilder(body.prompt_logprobs)
 
     def add(self, entries: Sequence[LogprobEntry], /) -> None:
@@ -47,19 +30,19 @@ class ChatLogprobsBuilder:
         else:
             self._content.add(_entries(self._body, self._vocabulary, entries))
 
-    def build(self) -> ChatLogprobs:
-        return ChatLogprobs(content=self._content.as_list())
+    def build(self) -> schemas.ChatLogprobs:
+        return schemas.ChatLogprobs(content=self._content.as_list())
 
 
 async def chat_completion(
-    body: ChatRequest, meta: ResponseMeta, parsers: AnswerParsers, full: FullResponse[ChatLogprobsBuilder]
-) -> ChatCompletion:
+    body: schemas.ChatRequest, meta: ResponseMeta, parsers: AnswerParsers, full: FullResponse[ChatLogprobsBuilder]
+) -> schemas.ChatCompletion:
     response = full.response
     answers = [await parsers.parse(choice.text) for choice in response.choices]
-    return ChatCompletion(
+    return schemas.ChatCompletion(
         **meta,
         choices=[
-            ChatChoice(
+            schemas.ChatChoice(
                 index=choice.index,
                 message=_message(answer, parsers.new_id),
                 logprobs=None if scores is None else scores.build(),
@@ -75,9 +58,12 @@ async def chat_completion(
     )
 
 
-def _message(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatAnswer:
-    calls = [AnswerToolCall(new_id(), CalledFunction(call.name or "", call.arguments)) for call in answer.calls]
-    return ChatAnswer(
+def _message(answer: AnswerDelta, new_id: Callable[[], str]) -> schemas.ChatAnswer:
+    calls = [
+        schemas.AnswerToolCall(new_id(), schemas.CalledFunction(call.name or "", call.arguments))
+        for call in answer.calls
+    ]
+    return schemas.ChatAnswer(
         content=None if calls and not answer.content else answer.content,
         reasoning_content=answer.reasoning or UNSET,
         reasoning=answer.reasoning or UNSET,
@@ -85,19 +71,23 @@ def _message(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatAnswer:
     )
 
 
-def _finish(reason: Finish, *, calls: int) -> ChatFinish:
+def _finish(reason: Finish, *, calls: int) -> schemas.ChatFinish:
     return "tool_calls" if reason == "stop" and calls else reason
 
 
-def _entries(body: ChatRequest, vocabulary: Vocabulary, entries: Sequence[LogprobEntry]) -> list[ChatLogprob]:
+def _entries(
+    body: schemas.ChatRequest, vocabulary: Vocabulary, entries: Sequence[LogprobEntry]
+) -> list[schemas.ChatLogprob]:
     name = by_id if body.return_tokens_as_token_ids else by_text
     return [
-        ChatLogprob(
+        schemas.ChatLogprob(
             token=name(entry),
             logprob=floored(entry.logprob),
             bytes=list(vocabulary.utf8(entry.token_id)),
             top_logprobs=[
-                ChatTopLogprob(token=name(top), logprob=floored(top.logprob), bytes=list(vocabulary.utf8(top.token_id)))
+                schemas.ChatTopLogprob(
+                    token=name(top), logprob=floored(top.logprob), bytes=list(vocabulary.utf8(top.token_id))
+                )
                 for top in entry.top
             ],
         )
@@ -106,30 +96,32 @@ def _entries(body: ChatRequest, vocabulary: Vocabulary, entries: Sequence[Logpro
 
 
 async def chat_events(
-    body: ChatRequest,
+    body: schemas.ChatRequest,
     meta: ResponseMeta,
     vocabulary: Vocabulary,
     parsers: AnswerParsers,
     chunks: AsyncGenerator[GenerateChunk, None],
-) -> AsyncGenerator[ChatChunk, None]:
+) -> AsyncGenerator[schemas.ChatChunk, None]:
     """The events of a stream: each choice begins with its role."""
-    counter = UsageCounter(body.stream_options or StreamOptions())
+    counter = UsageCounter(body.stream_options or schemas.StreamOptions())
     begun: dict[int, AnswerParser] = {}
     async for chunk in chunks:
         counter.add(0, chunk)
         choices, scores, finish = [], chunk.logprobs, chunk.finish_reason
         if chunk.index not in begun:
             begun[chunk.index] = parsers.new()
-            choices.append(ChatChunkChoice(index=chunk.index, delta=ChatDelta(role="assistant", content="")))
+            choices.append(
+                schemas.ChatChunkChoice(index=chunk.index, delta=schemas.ChatDelta(role="assistant", content=""))
+            )
         parser = begun[chunk.index]
         answer = parser.push(chunk.text)
         if finish is not None:
             answer = AnswerDelta.joined([answer, parser.flush()])
         choices.append(
-            ChatChunkChoice(
+            schemas.ChatChunkChoice(
                 index=chunk.index,
                 delta=_delta(answer, parsers.new_id),
-                logprobs=None if scores is None else ChatLogprobs(content=_entries(body, vocabulary, scores)),
+                logprobs=None if scores is None else schemas.ChatLogprobs(content=_entries(body, vocabulary, scores)),
                 finish_reason=None if finish is None else _finish(finish, calls=parser.calls),
                 stop_reason=UNSET if finish is None else chunk.stop_reason,
                 token_ids=chunk.token_ids if body.return_token_ids else UNSET,
@@ -137,16 +129,16 @@ async def chat_events(
         )
         shown = chunk.prompt_token_ids if body.return_token_ids else None
         for choice in choices:
-            yield ChatChunk(
+            yield schemas.ChatChunk(
                 **meta, choices=[choice], usage=counter.for_chunk, prompt_token_ids=UNSET if shown is None else shown
             )
             shown = None
     if counter.wanted.include_usage:
-        yield ChatChunk(**meta, choices=[], usage=counter.so_far)
+        yield schemas.ChatChunk(**meta, choices=[], usage=counter.so_far)
 
 
-def _delta(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatDelta:
-    return ChatDelta(
+def _delta(answer: AnswerDelta, new_id: Callable[[], str]) -> schemas.ChatDelta:
+    return schemas.ChatDelta(
         content=answer.content or UNSET,
         reasoning_content=answer.reasoning or UNSET,
         reasoning=answer.reasoning or UNSET,
@@ -154,7 +146,7 @@ def _delta(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatDelta:
     )
 
 
-def _call_delta(call: CallDelta, new_id: Callable[[], str]) -> ToolCallDelta:
+def _call_delta(call: CallDelta, new_id: Callable[[], str]) -> schemas.ToolCallDelta:
     if call.name is None:
-        return ToolCallDelta(call.index, FunctionDelta(call.arguments))
-    return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), new_id(), "function")
+        return schemas.ToolCallDelta(call.index, schemas.FunctionDelta(call.arguments))
+    return schemas.ToolCallDelta(call.index, schemas.FunctionDelta(call.arguments, call.name), new_id(), "function")

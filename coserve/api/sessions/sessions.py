@@ -15,18 +15,8 @@ from coserve.api.sessions.session import ClientSession
 from coserve.core import errors
 from coserve.core.access.principal import principal
 from coserve.core.limits import MAX_RANK
+from coserve.core.link import jobs
 from coserve.core.link.engine import DropAdapter
-from coserve.core.link.jobs import (
-    CallDone,
-    CallFailed,
-    CallSession,
-    CancelJob,
-    JobCancelled,
-    JobFailed,
-    JobStarted,
-    JobWaiting,
-    OpenSession,
-)
 from coserve.core.link.link import FromEngine
 from coserve.core.names import NAME_RULE, is_name
 from coserve.core.training.schemas import Call, SaveAdapter, SaveState, SessionSpec
@@ -61,21 +51,21 @@ class TrainingSessions:
         session = self._sessions.get(id)
         if session is None:
             known = id in self._closing
-            if isinstance(message, JobCancelled | JobFailed):
+            if isinstance(message, jobs.JobCancelled | jobs.JobFailed):
                 self._closing.discard(id)
             return known
         match message:
-            case CallDone() | CallFailed():
+            case jobs.CallDone() | jobs.CallFailed():
                 session.answered(message)
-            case JobStarted():
+            case jobs.JobStarted():
                 session.waits = None
                 if not session.opened.done():
                     session.opened.set_result(None)
-            case JobWaiting(message=text):
+            case jobs.JobWaiting(message=text):
                 session.waits = text
-            case JobFailed(code=code, message=text):
+            case jobs.JobFailed(code=code, message=text):
                 self._end(session, errors.error_from_code(code, text))
-            case JobCancelled() if session.cancelled is not None:
+            case jobs.JobCancelled() if session.cancelled is not None:
                 session.cancelled.set_result(None)
             case _:
                 pass
@@ -115,7 +105,7 @@ class TrainingSessions:
             )
         session = self._sessions[id] = ClientSession(spec, name)
         try:
-            self._engine.send(OpenSession(spec=spec))
+            self._engine.send(jobs.OpenSession(spec=spec))
         except errors.EngineUnavailable:
             del self._sessions[id]
             raise
@@ -132,7 +122,7 @@ class TrainingSessions:
         """Restart the session's idle timeout, since its client is alive."""
         session.used = time.monotonic()
 
-    async def call(self, session: ClientSession, call: Call) -> CallDone:
+    async def call(self, session: ClientSession, call: Call) -> jobs.CallDone:
         """Execute a call after the session's earlier ones. Raises the engine's error, and `SessionEnded`."""
         async with session.order:
             await session.opened
@@ -198,30 +188,30 @@ class TrainingSessions:
             await session.idle()
             loop = asyncio.get_running_loop()
             session.cancelled, session.opened = loop.create_future(), loop.create_future()
-            self._engine.send(CancelJob(id=session.spec.id))
+            self._engine.send(jobs.CancelJob(id=session.spec.id))
             await session.cancelled
             session.cancelled = None
             seed, lora, most = session.spec.training.seed, session.spec.lora, session.spec.tokens
             spec = session_spec(session.spec.id, lora, seed, most, state, with_optimizer=with_optimizer)
             if session.ended is None:
-                self._engine.send(OpenSession(spec=spec))
+                self._engine.send(jobs.OpenSession(spec=spec))
             await session.opened
 
     def close(self, session: ClientSession, why: errors.CoserveError | None = None) -> None:
         """End a session and free its memory. A second call does nothing."""
         if session.ended is None:
-            if self._engine.offer(CancelJob(id=session.spec.id)):
+            if self._engine.offer(jobs.CancelJob(id=session.spec.id)):
                 self._closing.add(session.spec.id)
             self._end(session, why or errors.SessionEnded(f"{session.name} was closed"))
 
     # ---- own
 
-    def _send(self, session: ClientSession, call: Call) -> asyncio.Future[CallDone]:
+    def _send(self, session: ClientSession, call: Call) -> asyncio.Future[jobs.CallDone]:
         if session.ended is not None:
             raise session.ended
         self.touch(session)
         number, answer = session.begin()
-        self._engine.send(CallSession(id=session.spec.id, number=number, call=call))
+        self._engine.send(jobs.CallSession(id=session.spec.id, number=number, call=call))
         return answer
 
     def _end(self, session: ClientSession, error: errors.CoserveError) -> None:
