@@ -41,7 +41,7 @@ from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tinker.handlers import TinkerApi
 from coserve.api.tokenizer.handlers import TokenizerApi
 from coserve.cli.app import app, run
-from coserve.cli.settings_help import default_text, option_line
+from coserve.cli.settings_options import default_text, option_line
 from coserve.config import Config, sections
 from coserve.core import errors
 

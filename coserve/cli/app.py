@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from coserve.client import RetryPolicy
 
 COMMANDS = {
-    "serve": ("serve", "serve", "settings_help", "SettingsCommand"),
-    "warm": ("warm", "warm", "settings_help", "SettingsCommand"),
+    "serve": ("serve", "serve", "settings_options", "SettingsCommand"),
+    "warm": ("warm", "warm", "settings_options", "SettingsCommand"),
     "generate": ("generation.generate", "generate"),
-    "chat": ("generation.chat", "chat"),
+    "chat": ("generation.generate", "chat"),
     "finetune": ("finetuning.command", "finetune"),
     "learn": ("finetuning.learn", "learn"),
     "eval": ("generation.evaluation", "evaluate"),

@@ -16,8 +16,7 @@ from rich.console import Console
 from coserve.cli.bench.run import Route, Server, ServerKind, run_until_terminated
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import FAILED, usage_errors
-from coserve.cli.settings_help import SettingsCommand
-from coserve.cli.settings_options import settings_command
+from coserve.cli.settings_options import SettingsCommand, settings_command
 from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.workloads.opening import check_requests, check_save, open_workload, unused
 from coserve.workloads.replay import ReplayResult, Rest
