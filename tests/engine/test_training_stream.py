@@ -24,7 +24,6 @@ from coserve.core.link.jobs import (
     PauseJob,
     ResumeJob,
 )
-from coserve.core.link.link import FromEngine
 from coserve.core.training.micro_step import MicroStep
 from coserve.engine.spatial.training_stream import prepare_environment
 from tests.support.fake_ports import JobPlan
@@ -41,11 +40,9 @@ class Launching(Trouble):
     def kinds(self, plan: JobPlan) -> list[MicroStep]:
         return [*super().kinds(plan), MicroStep.RESULT]
 
-    def advance(
-        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
-    ) -> list[FromEngine]:
-        assert self.idle() or self.next_micro_step(job) is not MicroStep.RESULT, "results were read too early"
-        return super().advance(job, micro_steps, others, shared_tokens)
+    def before_slice(self, job: str, kinds: Sequence[MicroStep]) -> None:
+        assert self.idle() or kinds[0] is not MicroStep.RESULT, "results were read too early"
+        super().before_slice(job, kinds)
 
 
 @pytest.fixture

@@ -44,13 +44,8 @@ class _Trainer(FakeTrainer):
     slices: list[tuple[MicroStep, int]]
     """The kind of each, and how many micro-steps it had."""
 
-    def advance(
-        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
-    ) -> list[FromEngine]:
-        kind = self.next_micro_step(job)
-        found = super().advance(job, micro_steps, others, shared_tokens)
-        self.slices.append((kind, self.micro_steps_done))
-        return found
+    def before_slice(self, job: str, kinds: Sequence[MicroStep]) -> None:
+        self.slices.append((kinds[0], len(kinds)))
 
     def cost(self, kind: MicroStep) -> float:
         self.micro_steps += 1

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from coserve.core.link.link import FromEngine
 from coserve.core.training.micro_step import MicroStep
 from tests.support.fake_ports import FakeTrainer, JobPlan, Meter
 
@@ -57,11 +56,8 @@ class LaunchingTrainer(FakeTrainer):
     def kinds(self, plan: JobPlan) -> list[MicroStep]:
         return [*super().kinds(plan), MicroStep.RESULT]
 
-    def advance(
-        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
-    ) -> list[FromEngine]:
+    def before_slice(self, job: str, kinds: Sequence[MicroStep]) -> None:
         device = self.meter
         assert isinstance(device, FakeDevice)
-        if self.next_micro_step(job) is MicroStep.RESULT:
+        if kinds[0] is MicroStep.RESULT:
             assert device.free_at <= self.clock(), "its results are not computed yet"
-        return super().advance(job, micro_steps, others, shared_tokens)

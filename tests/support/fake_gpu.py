@@ -94,19 +94,12 @@ class BlockingTrainer(FakeTrainer):
         forward = [MicroStep.BEGIN, *[MicroStep.FORWARD] * (layers - 1), *[MicroStep.HEAD] * heads]
         return [*forward, *[MicroStep.BACKWARD] * layers, MicroStep.OPTIMIZER]
 
-    def advance(
-        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
-    ) -> list:  # type: ignore[type-arg]
-        run, plan = self._runs[job], self.plans[job]
-        kinds = self.kinds(plan)[0 if run.shared is None else run.shared.done :]
-        alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
-        done = len(kinds) if micro_steps is None else min(micro_steps, alike)
-        tokens = self.batch_tokens(run.step)
-        for kind in kinds[:done]:
+    def before_slice(self, job: str, kinds: Sequence[MicroStep]) -> None:
+        tokens = self.batch_tokens(self._runs[job].step)
+        for kind in kinds:
             self.compute(self.seconds(kind, tokens))
-        if done == len(kinds):
+        if len(kinds) == len(self._kinds_left(job)):
             self.trained_steps.append((_loop().time(), tokens))
-        return super().advance(job, micro_steps, others, shared_tokens)
 
     def compute(self, seconds: float) -> None:
         """Give the device a micro-step, and wait for its end."""

@@ -394,15 +394,15 @@ class FakeTrainer:
     def advance(
         self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
     ) -> list[FromEngine]:
+        kinds = self._kinds_left(job)
+        alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
+        self.micro_steps_done = done = len(kinds) if micro_steps is None else min(micro_steps, alike)
+        self.before_slice(job, kinds[:done])
         one = self._runs[job].shared or self._begin(job, others, shared_tokens)
         suspended = [id for id, run in self._runs.items() if run.shared]
         assert set(suspended) == set(one.jobs), f"{suspended} suspended while {one.jobs} train"
         self.trained = tuple(one.jobs)
         self.gaps.append(self.clock() - self._idle_since)
-        kinds = one.kinds[one.done :]
-        alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
-        done = len(kinds) if micro_steps is None else min(micro_steps, alike)
-        self.micro_steps_done = done
         factor = 10 if self.rng.random() < self.prices.spikes else 1
         share = 1.0 if self.batch_rows is None else sum(rows or 0 for rows in one.rows.values()) / self.batch_rows
         cost = factor * share * sum(self.cost(kind) for kind in kinds[:done])
@@ -412,6 +412,14 @@ class FakeTrainer:
         if one.done < len(one.kinds):
             return []
         return [message for id in one.jobs for message in self._end_of_pass(self._runs[id])]
+
+    def before_slice(self, job: str, kinds: Sequence[MicroStep]) -> None:
+        """Called before a slice of these micro-steps, the first of them `kinds[0]`, changes anything."""
+
+    def _kinds_left(self, job: str) -> list[MicroStep]:
+        """Of the job's micro-batch, which may not have begun."""
+        one = self._runs[job].shared
+        return self.kinds(self.plans[job]) if one is None else one.kinds[one.done :]
 
     def _begin(self, job: str, others: Sequence[str], shared_tokens: int | None) -> FakePass:
         run, plan = self._runs[job], self.plans[job]
@@ -450,8 +458,7 @@ class FakeTrainer:
         return [_kind(micro_step, plan.micro_steps) for micro_step in range(plan.micro_steps)]
 
     def next_micro_step(self, job: str) -> MicroStep:
-        one = self._runs[job].shared
-        return MicroStep.BEGIN if one is None else one.kinds[one.done]
+        return self._kinds_left(job)[0]
 
     def micro_batch_tokens(self, job: str) -> int:
         one = self._runs[job].shared

@@ -18,6 +18,7 @@ from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
 from coserve.engine.engine import Engine
 from coserve.engine.job_memory import DeviceMemory
@@ -75,12 +76,9 @@ class Trouble(FakeTrainer):
 
         return lambda cancellation: self.on_a_thread("prepare", job)
 
-    def advance(
-        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
-    ) -> list[FromEngine]:
+    def before_slice(self, job: str, kinds: Sequence[MicroStep]) -> None:
         if self.ran[job]:
             self._trouble("advance", job)
-        return super().advance(job, micro_steps, others, shared_tokens)
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         self._trouble("checkpoint", job)

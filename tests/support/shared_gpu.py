@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from coserve.core.link.link import FromEngine
 from coserve.core.training.micro_step import MicroStep
 from tests.support.fake_gpu import BlockingTrainer, OverlappedGenerator
 from tests.support.fake_ports import JobPlan
@@ -172,11 +171,9 @@ class SharingTrainer(BlockingTrainer):
     def kinds(self, plan: JobPlan) -> list[MicroStep]:
         return [*super().kinds(plan), MicroStep.RESULT]
 
-    def advance(
-        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
-    ) -> list[FromEngine]:
-        assert not (self.next_micro_step(job) is MicroStep.RESULT and self.gpu.trains), "its results are not there yet"
-        return super().advance(job, micro_steps, others, shared_tokens)
+    def before_slice(self, job: str, kinds: Sequence[MicroStep]) -> None:
+        assert not (kinds[0] is MicroStep.RESULT and self.gpu.trains), "its results are not there yet"
+        super().before_slice(job, kinds)
 
     def compute(self, seconds: float) -> None:
         self.gpu.slice(seconds)
