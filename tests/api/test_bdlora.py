@@ -14,8 +14,7 @@ from coserve.data.corpus.defaults import choose_learning_rate
 from coserve.lora.files.tensorfile import TensorFile, read_json
 from tests.support.api_server import Api
 from tests.support.fake_engine import write_peft
-from tests.support.real_jobs import text, train
-from tests.support.real_server import serve_real
+from tests.support.real_server import serve_real, text, train
 
 ROWS = [
     {"prompt": "Today we", "completion": f" sighted {what} to the south."} for what in ("a sail", "land", "a whale")

@@ -14,8 +14,7 @@ from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES
 from coserve.core.types import AdapterRef
 from coserve.lora.files.tensorfile import read_json
 from tests.support.api_server import Api, form
-from tests.support.real_jobs import text, train
-from tests.support.real_server import serve_real
+from tests.support.real_server import serve_real, text, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 TOKENS = "lora.trainable_token_indices"

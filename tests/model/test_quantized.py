@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.names import ADAPTER_WEIGHTS
@@ -37,9 +37,31 @@ from tests.support.generation import collect, prompt, request
 from tests.support.interpreted import interpreted
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
-from tests.support.quantized_bases import dequantized, load, save_base
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+def save_base(folder: Path, family: str = "llama", **overrides: object) -> Path:
+    tiny_family(family, **SIZES, **overrides).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, quantization: str = "none", *, device: str = "cpu") -> Base:
+    return load_base(str(folder), device=device, dtype="auto", quantization=quantization)
+
+
+def dequantized(folder: Path, base: Base) -> PreTrainedModel:
+    """The model of the files, plain, with a quantised base's weights."""
+    plain = tiny_family(base.spec.family, **SIZES)
+    plain.load_state_dict(load(folder).model.state_dict())
+    with torch.no_grad():
+        for name, module in base.model.named_modules():
+            if isinstance(module, QuantizedLinear):
+                plain.get_submodule(name).weight.copy_(module.weight)
+    return plain
+
 
 KINDS = ("fp8", "nf4")
 CORPUS = random_corpus()
