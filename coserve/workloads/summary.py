@@ -29,6 +29,7 @@ class Group(Wire, frozen=True, kw_only=True):
     requests: int
     completed: int
     attainment: float
+    """Fraction of the requests within every limit, 0 to 1; without limits, the fraction answered (`has_limits`)."""
     ttft: metrics.Spread | None
     tpot: metrics.Spread | None
     e2e: metrics.Spread | None
@@ -59,13 +60,12 @@ class Queue(Wire, frozen=True):
     """Peak GPU memory in bytes by component."""
 
 
-class Summary(Wire, frozen=True):
-    """All statistics of a run. Rates of requests and their tokens are per second from the beginning of the arrival
-    window to the end of the last request. A `Spread` is None without measurements."""
+class Summary(Group, frozen=True, kw_only=True):
+    """All statistics of a run; those of a group are of all its requests. Rates of requests and their tokens are per
+    second from the beginning of the arrival window to the end of the last request. A `Spread` is None without
+    measurements."""
 
     duration: float
-    requests: int
-    completed: int
     errors: dict[str, int]
     request_throughput: float
     prompt_tokens: int | None
@@ -73,15 +73,10 @@ class Summary(Wire, frozen=True):
     output_tokens: int
     output_throughput: float
     limits: metrics.Limits
-    attainment: float
-    """Fraction of all requests within every limit, 0 to 1; without limits, the fraction answered (`has_limits`)."""
     goodput: float
     satisfaction: float
     """S-LoRA's user satisfaction, the mean over all requests, 0 to 1."""
-    ttft: metrics.Spread | None
-    tpot: metrics.Spread | None
     itl: metrics.Spread | None
-    e2e: metrics.Spread | None
     lag: metrics.Spread | None
     """How late the replay sent requests; large values mean that the load was not as intended."""
     slo_attainment: dict[str, float]
@@ -154,22 +149,17 @@ def summarise(
     in_window = (metrics.trained_until(run.jobs, end) - metrics.trained_until(run.jobs, begin)) / run.scenario.duration
     peak = metrics.peak_speed(run.jobs, begin) if peak is None else peak
     return Summary(
+        **asdict(_group(run.samples, limits)),
         duration=run.duration,
-        requests=len(run.samples),
-        completed=len(good),
         errors=dict(Counter(sample.error for sample in run.samples if sample.error is not None)),
         request_throughput=len(good) / seconds,
         prompt_tokens=sum(counted) if len(counted) == len(good) else None,
         output_tokens=tokens,
         output_throughput=tokens / seconds,
         limits=limits,
-        attainment=metrics.attainment(run.samples, limits),
         goodput=sum(metrics.attains(sample, limits) for sample in run.samples) / seconds,
         satisfaction=metrics.mean_satisfaction(run.samples, limits.ttft or metrics.SATISFACTION_LIMIT),
-        ttft=metrics.spread(_values(good, metrics.ttft)),
-        tpot=metrics.spread(_values(good, metrics.tpot)),
         itl=metrics.spread([gap for sample in good for gap in metrics.itl(sample)]),
-        e2e=metrics.spread(_values(good, metrics.e2e)),
         lag=metrics.spread([sample.sent - sample.due for sample in run.samples]),
         slo_attainment={f"{slo:g}": metrics.ended_within(run.samples, slo) for slo in slos},
         adapters=_adapters(run.samples, limits),

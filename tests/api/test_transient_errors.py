@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 
-from coserve.core.link.jobs import (
-    CancelJob,
-    JobCancelled,
-    JobFailed,
-    JobPaused,
-    JobProgress,
-    JobStarted,
-    JobSucceeded,
-    StartJob,
-)
+from coserve.core.link import jobs
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.state.failpoints import armed
 from coserve.state.retries import Backoff
@@ -71,10 +62,10 @@ async def test_a_start_that_an_unknown_error_keeps_from_being_written_ends_the_j
     _, job = await api.call("POST", "/finetune", json=JOB)
     await api.job_until(job["id"], "running")
     with armed("registry.before_commit=EPERM@1"):
-        await api.hear(JobStarted(id=job["id"], total_steps=3))
+        await api.hear(jobs.JobStarted(id=job["id"], total_steps=3))
     _, done = await api.call("GET", f"/finetune/{job['id']}")
     assert (done["state"], done["error"]["code"]) == ("failed", "internal_error")
-    await api.engine.saw(CancelJob)
+    await api.engine.saw(jobs.CancelJob)
 
 
 @pytest.mark.parametrize(("number", "status"), [("EMFILE", 503), ("ENOMEM", 503), ("EIO", 500), ("ENOSPC", 507)])
@@ -154,13 +145,13 @@ async def test_steps_that_the_disk_refuses_come_later_and_before_the_next_change
     await api.job_until(id, "running")
     with armed("registry.before_commit=ENOSPC"):
         for step in (1, 2):
-            await api.hear(JobProgress(id=id, metrics=metrics(step, 3)))
+            await api.hear(jobs.JobProgress(id=id, metrics=metrics(step, 3)))
         assert (await api.job(id))["step"] == 0
-    await api.hear(JobProgress(id=id, metrics=metrics(3, 3)))
-    await api.hear(JobPaused(id=id))
+    await api.hear(jobs.JobProgress(id=id, metrics=metrics(3, 3)))
+    await api.hear(jobs.JobPaused(id=id))
     job = await api.job(id)
     assert (job["state"], job["step"]) == ("paused", 3)
-    await api.hear(JobCancelled(id=id))
+    await api.hear(jobs.JobCancelled(id=id))
     events = [event for _, event in await api.events(id)]
     assert [event["metrics"]["step"] for event in events if event["metrics"]] == [1, 2, 3]
     states = [event["state"] for event in events if event["metrics"] or event["type"] == "state"]
@@ -170,7 +161,7 @@ async def test_steps_that_the_disk_refuses_come_later_and_before_the_next_change
 async def test_an_end_that_is_said_twice_keeps_its_adapter(api: Api) -> None:
     _, job = await api.call("POST", "/finetune", json=JOB)
     await api.job_until(job["id"], "succeeded")
-    await api.hear(JobSucceeded(id=job["id"], ref=AdapterRef("poet", 1)))
+    await api.hear(jobs.JobSucceeded(id=job["id"], ref=AdapterRef("poet", 1)))
     assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
     assert (await api.call("GET", "/adapters/poet"))[0] == 200
 
@@ -207,7 +198,7 @@ async def test_other_jobs_go_on(api: Api) -> None:
     with armed(UNREADABLE):
         job = await finish(api)
         async with asyncio.timeout(120):
-            api.engine.fail_jobs = JobFailed(id="", code="non_finite_loss", message="no")
+            api.engine.fail_jobs = jobs.JobFailed(id="", code="non_finite_loss", message="no")
             other = await api.submit(adapter="bard")
             assert (await api.job_until(other["id"], "failed"))["error"]["code"] == "non_finite_loss"
             api.engine.fail_jobs = None
@@ -219,7 +210,7 @@ async def test_other_jobs_go_on(api: Api) -> None:
 async def test_the_job_s_own_messages_keep_their_order(api: Api) -> None:
     with armed(UNREADABLE):
         job = await finish(api)
-        await api.hear(JobCancelled(id=job))
+        await api.hear(jobs.JobCancelled(id=job))
         assert (await api.job(job))["state"] == "running"
     assert (await api.job_until(job, "succeeded"))["result"] == "poet@1"
     assert (await api.call("GET", "/adapters/poet"))[0] == 200
@@ -233,7 +224,7 @@ async def test_the_next_engine_does_not_train_it_again(api: Api) -> None:
             await api.start_engine()
             await api.works()
     assert (await api.job_until(job, "succeeded"))["result"] == "poet@1"
-    assert not api.engine.heard(StartJob)
+    assert not api.engine.heard(jobs.StartJob)
 
 
 async def test_it_can_be_cancelled_once_its_engine_is_gone(api: Api) -> None:

@@ -12,17 +12,7 @@ import msgspec
 import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy
-from coserve.core.errors import (
-    AdapterNotFound,
-    EngineUnavailable,
-    HelperLost,
-    InvalidRequest,
-    JobNotFound,
-    MalformedRow,
-    Unauthorized,
-    Unreachable,
-    WrongJobState,
-)
+from coserve.core import errors
 from coserve.core.schemas.jobs import Preparing, SubmissionEvent
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.sources import PIECES
@@ -52,9 +42,9 @@ async def test_generate_and_stream(tmp_path: Path) -> None:
         pieces = [piece async for piece in client.stream([1, 2, 3])]
         assert "".join(piece.text for piece in pieces) == REPLY
         assert pieces[-1].usage is not None
-        with pytest.raises(AdapterNotFound):
+        with pytest.raises(errors.AdapterNotFound):
             await client.generate("hello", adapter="nobody")
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(errors.InvalidRequest) as caught:
             await client.generate("hello", temperature=-1)
         assert caught.value.field == "temperature"
 
@@ -69,10 +59,10 @@ async def test_the_environment_says_where_the_daemon_is_and_its_key(
         async with AsyncClient() as client:
             assert (await client.jobs()).data == []
         async with AsyncClient(api_key="another-key-of-some-length") as client:
-            with pytest.raises(Unauthorized):
+            with pytest.raises(errors.Unauthorized):
                 await client.jobs()
         async with AsyncClient("http://127.0.0.1:1", retry=ONCE) as client:
-            with pytest.raises(Unreachable):
+            with pytest.raises(errors.Unreachable):
                 await client.jobs()
 
 
@@ -90,9 +80,9 @@ async def test_a_job_from_rows_to_its_adapter(tmp_path: Path) -> None:
         assert {found.id for found in (await client.jobs()).data} == {job.id, alike.id}
         assert (await (await client.job(job.id)).refresh()).state is JobState.SUCCEEDED
         assert (await client.generate("hello", adapter="pirate@1")).version == 1
-        with pytest.raises(WrongJobState):
+        with pytest.raises(errors.WrongJobState):
             await job.cancel()
-        with pytest.raises(JobNotFound):
+        with pytest.raises(errors.JobNotFound):
             await client.job("job-0000000000000000")
 
 
@@ -106,14 +96,14 @@ async def test_adapters_go_in_and_out(tmp_path: Path) -> None:
         folder = await client.download_adapter("zero", tmp_path / "out")
         assert (await client.import_adapter("zero", folder)).ref == "zero@2", "what came out goes in"
         assert (await client.delete_adapter("zero")).versions == [1, 2]
-        with pytest.raises(AdapterNotFound):
+        with pytest.raises(errors.AdapterNotFound):
             await client.adapter("zero")
 
 
 async def test_a_daemon_whose_engine_died_and_came_back(tmp_path: Path) -> None:
     async with daemon(tmp_path) as (api, client):
         await api.engine.die()
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(errors.EngineUnavailable):
             await client.generate("hello")
         assert (await client.health()).status == "starting"
         waiting = asyncio.create_task(client.wait_ready())
@@ -158,10 +148,10 @@ async def test_the_sdk_and_the_list_of_jobs_show_how_far_a_corpus_is(tmp_path: P
         after = await client.jobs()
         assert after.preparing == [] and [one.id for one in after.data] == [made.id]
         corpus(tmp_path / "bad.jsonl", 25, txt="x")
-        with pytest.raises(MalformedRow, match="line 26") as caught:
+        with pytest.raises(errors.MalformedRow, match="line 26") as caught:
             await client.finetune("poet", path="bad.jsonl")
         assert caught.value.line == 26
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(errors.InvalidRequest):
             await client.finetune("poet", path="bad.jsonl", training={"batch_tokens": 0})
         assert (await client.jobs()).preparing == []
         status, answer = await api.call("POST", "/finetune", json={"adapter": "plain", "path": "rows.jsonl"})
@@ -201,8 +191,8 @@ async def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
     handle = await patient.finetune("a", [{"text": "a b"}], on_preparing=shown.append)
     assert handle.id == job().id and len(shown) == 3
     assert len({request.headers["Idempotency-Key"] for request in sent}) == 1
-    for error in (Unreachable, HelperLost):
-        answers[:] = [events(data(EVENT))] if error is Unreachable else [events(lost)]
+    for error in (errors.Unreachable, errors.HelperLost):
+        answers[:] = [events(data(EVENT))] if error is errors.Unreachable else [events(lost)]
         sent.clear()
         with pytest.raises(error):
             await AsyncClient(transport=MockTransport(respond), retry=RetryPolicy(attempts=1)).finetune("a", [])

@@ -11,19 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from coserve.core.errors import EngineFault, JobOutOfMemory
+from coserve.core.link import jobs
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import RequestFailed
-from coserve.core.link.jobs import (
-    CancelJob,
-    JobCancelled,
-    JobFailed,
-    JobPaused,
-    JobStarted,
-    JobSucceeded,
-    JobWaiting,
-    PauseJob,
-    ResumeJob,
-)
 from coserve.core.link.link import FromEngine, ToEngine
 from tests.support.fake_ports import JobPlan
 from tests.support.job_scene import PLANS, Scene, Trouble, ask, ended, said, scene, start
@@ -35,9 +25,9 @@ async def test_requests_are_served_while_a_job_starts() -> None:
         await at.loading()
         at.api.send(ask("text", 50))
         before = await at.until(ended("text"))
-        assert not any(map(said(JobStarted, "one"), before))
+        assert not any(map(said(jobs.JobStarted, "one"), before))
         at.trainer.go.set()
-        await at.until(said(JobStarted, "one"), said(JobSucceeded, "one"))
+        await at.until(said(jobs.JobStarted, "one"), said(jobs.JobSucceeded, "one"))
         assert threading.get_ident() not in at.trainer.threads, "neither a start nor a preparation runs on the tick"
 
 
@@ -45,36 +35,36 @@ async def test_other_jobs_train_while_one_starts() -> None:
     async with scene() as at:
         at.trainer.go.set()
         at.api.send(start("two"))
-        await at.until(said(JobStarted, "two"))
+        await at.until(said(jobs.JobStarted, "two"))
         at.trainer.go.clear()
         at.trainer.loading.clear()
         at.api.send(start("one"))
         await at.loading()
-        await at.until(said(JobSucceeded, "two"))
+        await at.until(said(jobs.JobSucceeded, "two"))
 
 
 async def test_a_cancelled_start_stops_at_once() -> None:
     async with scene(active=1) as at:
         at.api.send(start("one"))
         await at.loading()
-        at.api.send(CancelJob(id="one"))
-        await at.until(said(JobCancelled, "one"))
+        at.api.send(jobs.CancelJob(id="one"))
+        await at.until(said(jobs.JobCancelled, "one"))
         assert await asyncio.to_thread(at.trainer.stopped.wait, 60)
         at.trainer.go.set()
         at.api.send(start("two"))
-        assert not any(map(said(JobStarted, "one"), await at.until(said(JobSucceeded, "two"))))
+        assert not any(map(said(jobs.JobStarted, "one"), await at.until(said(jobs.JobSucceeded, "two"))))
 
 
 async def test_a_paused_start_begins_again() -> None:
     async with scene(active=1) as at:
         at.api.send(start("one"))
         await at.loading()
-        at.api.send(PauseJob(id="one"))
-        await at.until(said(JobPaused, "one"))
+        at.api.send(jobs.PauseJob(id="one"))
+        await at.until(said(jobs.JobPaused, "one"))
         assert await asyncio.to_thread(at.trainer.stopped.wait, 60)
         at.trainer.go.set()
-        at.api.send(ResumeJob(id="one"))
-        await at.until(said(JobSucceeded, "one"))
+        at.api.send(jobs.ResumeJob(id="one"))
+        await at.until(said(jobs.JobSucceeded, "one"))
 
 
 async def test_the_engine_stops_while_a_job_starts() -> None:
@@ -85,7 +75,7 @@ async def test_the_engine_stops_while_a_job_starts() -> None:
         seen = await at.until(lambda message: isinstance(message, EngineStopped))
         await at.running
         assert await asyncio.to_thread(at.trainer.stopped.wait, 60)
-        assert not any(isinstance(message, JobStarted | JobFailed) for message in seen)
+        assert not any(isinstance(message, jobs.JobStarted | jobs.JobFailed) for message in seen)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +88,8 @@ async def test_whatever_a_jobs_work_raises_ends_that_job_alone(
         at.trainer.go.set()
         for message in (start("one"), start("two"), ask("text", 30)):
             at.api.send(message)
-        seen = await at.until(said(JobFailed, "one"), said(JobSucceeded, "two"), ended("text"))
-        (failed,) = [message for message in seen if isinstance(message, JobFailed)]
+        seen = await at.until(said(jobs.JobFailed, "one"), said(jobs.JobSucceeded, "two"), ended("text"))
+        (failed,) = [message for message in seen if isinstance(message, jobs.JobFailed)]
         assert failed.code == "internal_error"
         assert "ZeroDivisionError" in failed.message and "/some" not in failed.message
         (record,) = [record for record in caplog.records if record.exc_info]
@@ -107,7 +97,7 @@ async def test_whatever_a_jobs_work_raises_ends_that_job_alone(
         assert at.trainer.active == 0, "the job's memory is free"
         at.trainer.operation = ""
         at.api.send(start("one"))
-        await at.until(said(JobSucceeded, "one"))
+        await at.until(said(jobs.JobSucceeded, "one"))
 
 
 @dataclass
@@ -125,10 +115,10 @@ async def test_a_start_that_finds_no_memory_is_tried_again_where_some_can_be_rel
     async with scene("load", JobOutOfMemory, kind=Releasing) as at:
         at.trainer.go.set()
         at.api.send(start("one"))
-        await at.until(said(JobSucceeded, "one"))
+        await at.until(said(jobs.JobSucceeded, "one"))
         at.trainer.operation = "load"
         at.api.send(start("two"))
-        await at.until(said(JobSucceeded, "two"))
+        await at.until(said(jobs.JobSucceeded, "two"))
         assert isinstance(at.trainer, Releasing) and at.trainer.releases == 1
 
 
@@ -171,31 +161,33 @@ async def start_beside_a_pass(*, frees: bool = True, ends: bool = True) -> Async
         yield at
 
 
-@pytest.mark.parametrize(("frees", "end"), [(True, JobSucceeded), (False, JobFailed)])
+@pytest.mark.parametrize(("frees", "end"), [(True, jobs.JobSucceeded), (False, jobs.JobFailed)])
 async def test_a_start_that_finds_no_memory_is_tried_again_after_the_pass_that_holds_some(
     frees: bool, end: type[FromEngine]
 ) -> None:
     async with start_beside_a_pass(frees=frees) as at:
-        await at.until(said(end, "one"), said(JobSucceeded, "two"))
+        await at.until(said(end, "one"), said(jobs.JobSucceeded, "two"))
         assert at.trainer.active == 0
 
 
-@pytest.mark.parametrize(("order", "end"), [(CancelJob(id="one"), JobCancelled), (PauseJob(id="one"), JobPaused)])
+@pytest.mark.parametrize(
+    ("order", "end"), [(jobs.CancelJob(id="one"), jobs.JobCancelled), (jobs.PauseJob(id="one"), jobs.JobPaused)]
+)
 async def test_a_start_that_waits_for_a_pass_can_be_ended(order: ToEngine, end: type[FromEngine]) -> None:
     async with start_beside_a_pass(ends=False) as at:
         at.api.send(order)
         seen = await at.until(said(end, "one"))
-        assert not any(map(said(JobFailed, "one"), seen))
-        at.api.send(CancelJob(id="two"))
-        await at.until(said(JobCancelled, "two"))
+        assert not any(map(said(jobs.JobFailed, "one"), seen))
+        at.api.send(jobs.CancelJob(id="two"))
+        await at.until(said(jobs.JobCancelled, "two"))
 
 
 async def test_a_start_that_finds_no_memory_fails_where_none_can_be_released() -> None:
     async with scene("load", JobOutOfMemory) as at:
         at.trainer.go.set()
         at.api.send(start("one"))
-        seen = await at.until(said(JobFailed, "one"))
-        assert [message.code for message in seen if isinstance(message, JobFailed)] == [JobOutOfMemory.code]
+        seen = await at.until(said(jobs.JobFailed, "one"))
+        assert [message.code for message in seen if isinstance(message, jobs.JobFailed)] == [JobOutOfMemory.code]
 
 
 @pytest.mark.parametrize("operation", ["preparation", "checkpoint"])
@@ -205,21 +197,21 @@ async def test_a_job_that_fails_between_two_slices_leaves_its_place_to_the_next_
         at.trainer.go.set()
         at.api.send(start("one"))
         at.api.send(start("two"))
-        await at.until(said(JobFailed, "one"), said(JobSucceeded, "two"))
+        await at.until(said(jobs.JobFailed, "one"), said(jobs.JobSucceeded, "two"))
 
 
 @pytest.mark.parametrize(
     ("operation", "order", "answer"),
     [
-        ("checkpoint", PauseJob(id="one"), JobPaused),
-        ("drop", PauseJob(id="one"), JobPaused),
-        ("finish_update", PauseJob(id="one"), JobFailed),
-        ("finish_update", CancelJob(id="one"), JobCancelled),
-        ("drop", CancelJob(id="one"), JobCancelled),
+        ("checkpoint", jobs.PauseJob(id="one"), jobs.JobPaused),
+        ("drop", jobs.PauseJob(id="one"), jobs.JobPaused),
+        ("finish_update", jobs.PauseJob(id="one"), jobs.JobFailed),
+        ("finish_update", jobs.CancelJob(id="one"), jobs.JobCancelled),
+        ("drop", jobs.CancelJob(id="one"), jobs.JobCancelled),
     ],
 )
 async def test_what_a_checkpoint_or_a_drop_raises_costs_no_more_than_that(
-    operation: str, order: PauseJob | CancelJob, answer: type[FromEngine]
+    operation: str, order: jobs.PauseJob | jobs.CancelJob, answer: type[FromEngine]
 ) -> None:
     async with scene(operation) as at:
         at.trainer.plans = {
@@ -227,7 +219,7 @@ async def test_what_a_checkpoint_or_a_drop_raises_costs_no_more_than_that(
         }
         at.trainer.go.set()
         at.api.send(start("one"))
-        await at.until(said(JobStarted, "one"))
+        await at.until(said(jobs.JobStarted, "one"))
         at.api.send(order)
         await at.until(said(answer, "one"))
         assert at.trainer.active == 0
@@ -239,7 +231,7 @@ async def test_shutdown_survives_a_checkpoint_that_raises() -> None:
     async with scene("checkpoint") as at:
         at.trainer.go.set()
         at.api.send(start("one"))
-        await at.until(said(JobStarted, "one"))
+        await at.until(said(jobs.JobStarted, "one"))
         at.api.send(Shutdown())
         await at.until(lambda message: isinstance(message, EngineStopped))
 
@@ -269,16 +261,18 @@ class Full(Trouble):
     attempts: int = 0
     thrice: threading.Event = field(default_factory=threading.Event)
 
-    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
+    def publication(self, job: str) -> Callable[[], Callable[[], jobs.JobSucceeded | jobs.JobWaiting]]:
         publish = super().publication(job)
         return publish if job == "two" else lambda: self._publish(publish())
 
-    def _publish(self, publish: Callable[[], JobSucceeded | JobWaiting]) -> Callable[[], JobSucceeded | JobWaiting]:
+    def _publish(
+        self, publish: Callable[[], jobs.JobSucceeded | jobs.JobWaiting]
+    ) -> Callable[[], jobs.JobSucceeded | jobs.JobWaiting]:
         self.attempts += 1
         if self.attempts == 3:
             self.thrice.set()
         if not self.headroom:
-            return lambda: JobWaiting(id="one", message="waiting for space: the disk is full")
+            return lambda: jobs.JobWaiting(id="one", message="waiting for space: the disk is full")
         return publish
 
 
@@ -287,25 +281,29 @@ async def test_a_job_that_waits_for_space_says_so_once_and_lets_others_train() -
         assert isinstance(at.trainer, Full)
         at.trainer.go.set()
         at.api.send(start("one"))
-        await at.until(said(JobWaiting, "one"))
+        await at.until(said(jobs.JobWaiting, "one"))
         at.api.send(start("two"))
         at.api.send(ask("text"))
-        await at.until(said(JobSucceeded, "two"), ended("text"))
+        await at.until(said(jobs.JobSucceeded, "two"), ended("text"))
         assert await asyncio.to_thread(at.trainer.thrice.wait, 240)
         at.trainer.headroom = True
-        seen = await at.until(said(JobSucceeded, "one"))
-        assert len([message for message in seen if isinstance(message, JobWaiting)]) == 1
+        seen = await at.until(said(jobs.JobSucceeded, "one"))
+        assert len([message for message in seen if isinstance(message, jobs.JobWaiting)]) == 1
 
 
 @pytest.mark.parametrize(
     ("order", "answer"),
-    [(PauseJob(id="one"), JobPaused), (CancelJob(id="one"), JobCancelled), (Shutdown(), EngineStopped)],
+    [
+        (jobs.PauseJob(id="one"), jobs.JobPaused),
+        (jobs.CancelJob(id="one"), jobs.JobCancelled),
+        (Shutdown(), EngineStopped),
+    ],
 )
 async def test_a_job_that_waits_for_space_obeys(order: ToEngine, answer: type[FromEngine]) -> None:
     async with scene(kind=Full) as at:
         at.trainer.go.set()
         at.api.send(start("one"))
-        await at.until(said(JobWaiting, "one"))
+        await at.until(said(jobs.JobWaiting, "one"))
         at.api.send(order)
         await at.until(lambda message: isinstance(message, answer))
         assert isinstance(order, Shutdown) or at.trainer.active == 0

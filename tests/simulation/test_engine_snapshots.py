@@ -7,18 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from coserve.core.link.jobs import (
-    CancelJob,
-    JobCancelled,
-    JobFailed,
-    JobPaused,
-    JobProgress,
-    JobSnapshot,
-    JobSucceeded,
-    PauseJob,
-    ResumeJob,
-    SnapshotDone,
-)
+from coserve.core.link import jobs
 from coserve.core.link.link import FromEngine
 from coserve.core.types import AdapterRef
 from tests.support.job_scene import Scene, ask, ended, said, scene, start
@@ -35,19 +24,19 @@ async def at() -> AsyncIterator[Scene]:
 
 
 def snapshot(step: int) -> Callable[[FromEngine], bool]:
-    return lambda message: isinstance(message, JobSnapshot) and (message.id, message.step) == ("one", step)
+    return lambda message: isinstance(message, jobs.JobSnapshot) and (message.id, message.step) == ("one", step)
 
 
 def progress(step: int) -> Callable[[FromEngine], bool]:
-    return lambda message: isinstance(message, JobProgress) and message.metrics.step == step
+    return lambda message: isinstance(message, jobs.JobProgress) and message.metrics.step == step
 
 
 def steps(seen: list[FromEngine]) -> list[int]:
-    return [message.step for message in seen if isinstance(message, JobSnapshot)]
+    return [message.step for message in seen if isinstance(message, jobs.JobSnapshot)]
 
 
-def done(step: int) -> SnapshotDone:
-    return SnapshotDone(id="one", ref=AdapterRef("one:snapshot", step))
+def done(step: int) -> jobs.SnapshotDone:
+    return jobs.SnapshotDone(id="one", ref=AdapterRef("one:snapshot", step))
 
 
 async def others_go_on(at: Scene, text: str) -> None:
@@ -72,7 +61,7 @@ async def test_the_next_samples_wait_for_the_last_ones_and_so_does_the_end(at: S
     await others_go_on(at, "at the end")
     assert at.trainer.published == []
     at.api.send(done(5))
-    await at.until(said(JobSucceeded, "one"))
+    await at.until(said(jobs.JobSucceeded, "one"))
     assert at.trainer.ran["one"] == [1, 2, 3, 4, 5]
 
 
@@ -82,16 +71,16 @@ async def test_a_job_that_waits_for_samples_can_be_paused_and_goes_on(at: Scene,
     if reached == 5:
         at.api.send(done(2))
         await at.until(snapshot(4), progress(5))
-    at.api.send(PauseJob(id="one"))
-    await at.until(said(JobPaused, "one"))
+    at.api.send(jobs.PauseJob(id="one"))
+    await at.until(said(jobs.JobPaused, "one"))
     at.seen.clear()
-    at.api.send(ResumeJob(id="one"))
+    at.api.send(jobs.ResumeJob(id="one"))
     await at.until(snapshot(reached))  # once more: whoever has its samples says so at once
     at.api.send(done(reached))
     if reached == 4:
         await at.until(snapshot(5))
         at.api.send(done(5))
-    await at.until(said(JobSucceeded, "one"))
+    await at.until(said(jobs.JobSucceeded, "one"))
 
 
 async def test_the_end_of_samples_may_be_told_twice(at: Scene) -> None:
@@ -100,13 +89,13 @@ async def test_the_end_of_samples_may_be_told_twice(at: Scene) -> None:
         if step != 2:
             await at.until(snapshot(step))
         at.api.send(done(step))
-    await at.until(said(JobSucceeded, "one"))
+    await at.until(said(jobs.JobSucceeded, "one"))
 
 
 async def test_a_job_that_waits_for_samples_can_be_cancelled(at: Scene) -> None:
     await at.until(snapshot(2), progress(4))
-    at.api.send(CancelJob(id="one"))
-    await at.until(said(JobCancelled, "one"))
+    at.api.send(jobs.CancelJob(id="one"))
+    await at.until(said(jobs.JobCancelled, "one"))
     at.api.send(done(2))
     await others_go_on(at, "after it")
     assert steps(at.seen) == [2]
@@ -117,5 +106,5 @@ async def test_a_snapshot_that_fails_ends_its_job_alone() -> None:
         at.trainer.sample_every = 2
         at.trainer.go.set()
         at.api.send(start("one"))
-        await at.until(said(JobFailed, "one"))
+        await at.until(said(jobs.JobFailed, "one"))
         await others_go_on(at, "others")

@@ -17,19 +17,8 @@ from coserve.api.metrics.prometheus import Metrics
 from coserve.api.node import Node
 from coserve.core import errors
 from coserve.core.cancellation import cancel_all, keep_task
+from coserve.core.link import jobs
 from coserve.core.link.engine import DropAdapter
-from coserve.core.link.jobs import (
-    CancelJob,
-    JobCancelled,
-    JobCheckpoint,
-    JobFailed,
-    JobNote,
-    JobPaused,
-    JobProgress,
-    JobStarted,
-    JobSucceeded,
-    JobWaiting,
-)
 from coserve.core.schemas.jobs import Sample
 from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
@@ -50,8 +39,16 @@ class JobSample:
     sample: Sample
 
 
-Progress = JobProgress | JobCheckpoint | JobNote | JobSample
-JobMessage = JobStarted | JobPaused | JobWaiting | JobSucceeded | JobFailed | JobCancelled | Progress
+Progress = jobs.JobProgress | jobs.JobCheckpoint | jobs.JobNote | JobSample
+JobMessage = (
+    jobs.JobStarted
+    | jobs.JobPaused
+    | jobs.JobWaiting
+    | jobs.JobSucceeded
+    | jobs.JobFailed
+    | jobs.JobCancelled
+    | Progress
+)
 Write = Callable[[Callable[[Registry], object]], Awaitable[object]]
 """Type of `RegistryThread` itself, and of its `with_reserve`."""
 
@@ -137,16 +134,16 @@ class JobRecorder:
         the disk refuses; a `late` one is tried until it is written."""
         id, name = message.id, type(message).__name__
         try:
-            if isinstance(message, JobSucceeded) and not late:
+            if isinstance(message, jobs.JobSucceeded) and not late:
                 await self._apply(message)
             else:
-                once = isinstance(message, Progress | JobWaiting) and not late
+                once = isinstance(message, Progress | jobs.JobWaiting) and not late
                 retries = self._lock_retries if once else self.retries
                 await retries.run(f"job {id}", lambda: self._apply(message))
         except (errors.WrongJobState, errors.JobNotFound) as error:
             await self._correct_engine(message, error)
         except errors.CoserveError as error:
-            if isinstance(error, errors.StorageError) and isinstance(message, Progress | JobSucceeded):
+            if isinstance(error, errors.StorageError) and isinstance(message, Progress | jobs.JobSucceeded):
                 raise
             log.error("job %s: %s not written: %s", id, name, error.message)
         except Exception:  # our own fault in one message: the others must still be written
@@ -194,38 +191,38 @@ class JobRecorder:
 
     async def _write_progress(self, message: Progress, write: Write) -> None:
         match message:
-            case JobProgress(id=id, metrics=metrics):
+            case jobs.JobProgress(id=id, metrics=metrics):
                 await write(lambda registry: registry.record_step(id, metrics))
                 self._metrics.step(metrics.tokens)
-            case JobCheckpoint(id=id, step=step):
+            case jobs.JobCheckpoint(id=id, step=step):
                 text = f"checkpoint at step {step}"
                 await write(lambda registry: registry.record_message(id, text, type="checkpoint"))
             case JobSample(id=id, sample=sample):
                 await write(lambda registry: registry.record_sample(id, sample))
-            case JobNote(id=id, message=text, kept=True):
+            case jobs.JobNote(id=id, message=text, kept=True):
                 await write(lambda registry: registry.record_note(id, text))
-            case JobNote(id=id, message=text):
+            case jobs.JobNote(id=id, message=text):
                 await write(lambda registry: registry.record_message(id, text, level="warning"))
 
     async def _apply(self, message: JobMessage) -> None:
         id = message.id
         match message:
-            case JobStarted(total_steps=total, resumed_from=step, note=note):
+            case jobs.JobStarted(total_steps=total, resumed_from=step, note=note):
                 await self._registry.with_reserve(lambda registry: registry.record_start(id, total, step, note))
-            case JobPaused():
+            case jobs.JobPaused():
                 await self._registry.with_reserve(lambda registry: registry.set_state(id, JobState.PAUSED))
-            case JobWaiting(message=text):
+            case jobs.JobWaiting(message=text):
                 await self._registry.with_reserve(lambda registry: registry.record_waiting(id, text))
-            case JobSucceeded():
+            case jobs.JobSucceeded():
                 await self._succeed(message)
-            case JobFailed(code=code, message=text):
+            case jobs.JobFailed(code=code, message=text):
                 await self.fail(id, code, text)
-            case JobCancelled():
+            case jobs.JobCancelled():
                 await self.end(id, lambda registry: registry.set_state(id, JobState.CANCELLED))
             case _:
                 await self._write_progress(message, self._registry)
 
-    async def _succeed(self, message: JobSucceeded) -> None:
+    async def _succeed(self, message: jobs.JobSucceeded) -> None:
         """Commit the adapter and the job's end together; files that cannot be read back fail the job."""
         id, path, spec = message.id, self._folder.adapter(message.ref), self._engine.spec
         describe = partial(record_adapter, path, message.ref, spec, source=f"job:{id}", created_at=time.time())
@@ -260,14 +257,14 @@ class JobRecorder:
     async def _fail(self, message: JobMessage) -> None:
         """Fail a job whose change of state could not be written; otherwise its record would be wrong until the next
         engine. Never raises."""
-        if isinstance(message, Progress | JobWaiting):
+        if isinstance(message, Progress | jobs.JobWaiting):
             return
         id, what = message.id, type(message).__name__
         text = f"what the engine said of the job ({what}) could not be recorded; see the daemon's log"
         try:
             await self.retries.run(f"job {id}", lambda: self.fail(id, errors.InternalError.code, text))
-            self._engine.offer(CancelJob(id=id))
-            if isinstance(message, JobSucceeded):
+            self._engine.offer(jobs.CancelJob(id=id))
+            if isinstance(message, jobs.JobSucceeded):
                 await self._discard(message)
         except Exception:  # our own fault in one job: messages of others must still be written
             log.exception("job %s: its failure is not written", id)
@@ -275,22 +272,22 @@ class JobRecorder:
     async def _correct_engine(self, message: JobMessage, error: errors.CoserveError) -> None:
         """Handle an engine that runs a job which has ended in the registry: cancel it there and delete what it
         published. Never raises."""
-        if isinstance(message, JobCancelled):
+        if isinstance(message, jobs.JobCancelled):
             return  # the answer to `CancelJob`: the engine runs the job no more
         log.warning("job %s: %s refused: %s", message.id, type(message).__name__, error.message)
         try:
             record = await self.retries.run(f"job {message.id}", lambda: self._find(message.id))
-            if isinstance(message, JobSucceeded):
+            if isinstance(message, jobs.JobSucceeded):
                 find = partial(Registry.find_version, ref=message.ref)
                 if await self.retries.run(f"job {message.id}", lambda: self._registry(find)) is not None:
                     return  # published by this job: the message came twice
                 await self._discard(message)
             elif record is None or record.state.terminal:
-                self._engine.offer(CancelJob(id=message.id))
+                self._engine.offer(jobs.CancelJob(id=message.id))
         except (OSError, errors.CoserveError) as problem:
             log.warning("job %s: the engine still has it: %s", message.id, problem)
 
-    async def _discard(self, message: JobSucceeded) -> None:
+    async def _discard(self, message: jobs.JobSucceeded) -> None:
         """Delete what a job published if the registry does not have it: the engine's copy and the files."""
         self._engine.offer(DropAdapter(ref=message.ref))
         await remove_unlisted(self._folder.adapter(message.ref), f"adapter {message.ref}")
@@ -304,4 +301,4 @@ class JobRecorder:
 
 def _publishes(late: deque[JobMessage]) -> bool:
     """Return whether a success is among these messages."""
-    return any(isinstance(message, JobSucceeded) for message in late)
+    return any(isinstance(message, jobs.JobSucceeded) for message in late)
