@@ -52,7 +52,7 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
             info = job.wait(progress=False)
             assert info.document is not None and info.finished_at is not None and info.started_at is not None
             took = asking + info.finished_at - info.started_at
-            about = {"asking_s": asking, "questions": info.document.questions}
+            about: dict[str, object] = {"asking_s": asking, "questions": info.document.questions}
             about |= {"generated_tokens": info.document.generated_tokens}
             about |= {"trained_tokens": info.trained_tokens, "rows": info.rows, "steps": info.step}
             events = [*job.events()]
