@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
 
@@ -17,6 +19,9 @@ from coserve.data.pretrained.source import check_source, locate
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.gate import read_configs
 from coserve.lora.files.wrapped import decoder_among, rename_decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def merge_adapter(client: Client, name: str, base: str, folder: Path, *, trust_remote_code: bool) -> None:
@@ -52,13 +57,27 @@ def _merge(base: str, tokenizer: Tokenizer, adapter: Path, merged: Path, *, trus
         rename_decoder(adapter, decoder)
     with warnings.catch_warnings():  # PEFT goes on with random weights
         warnings.filterwarnings("error", "Found missing adapter keys")
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see `_untie_ends`
         try:
             tuned = PeftModel.from_pretrained(model, str(adapter))
         except UserWarning as error:
             raise UnsupportedAdapter(f"the adapter does not fit the base {base}: {error}") from None
+    _untie_ends(tuned.get_base_model())
     tuned.merge_and_unload().save_pretrained(merged)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.serialised()),
         chat_template=tokenizer.chat_template,
         **tokenizer.special_tokens,
     ).save_pretrained(merged)
+
+
+def _untie_ends(model: PreTrainedModel) -> None:
+    """Give the head a weight of its own if a LoRA of it, or of the embedding, would be merged into the one they
+    share."""
+    from peft.tuners.lora import LoraLayer
+
+    ends = embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(isinstance(end, LoraLayer) for end in ends) and head is not None and head.weight is embedding.weight:
+        layer = head.get_base_layer() if isinstance(head, LoraLayer) else head
+        layer.weight = copy.deepcopy(layer.weight)
+        model.config.tie_word_embeddings = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import warnings
 from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
@@ -68,6 +69,29 @@ def test_a_merged_base_answers_as_the_base_with_its_adapter(
     assert [entry.name for entry in tmp_path.iterdir()] == ["poet"]
     again = CliRunner().invoke(app, command)
     assert isinstance(again.exception, FileExistsError) and "exists already" in str(again.exception)
+
+
+@pytest.mark.parametrize("ends", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_lora_of_an_embedding_or_head_that_share_a_weight_changes_its_own_side(
+    ends: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    change, expected = list[torch.Tensor](), list[torch.Tensor]()
+
+    def download(name: str, folder: Path) -> Path:
+        plain = alone(base, tokens_of(9))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected.append(alone(save_peft(base, folder, target_modules=["q_proj", *ends]), tokens_of(9)))
+        change.append(expected[0] - plain)
+        return folder
+
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    result = CliRunner().invoke(app, ["adapters", "merge", "poet", str(tmp_path / "poet"), "--base", "bundled"])
+    assert result.exit_code == 0, result.exception
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "poet", dtype=torch.float32)
+    assert not merged.config.tie_word_embeddings
+    assert (alone(merged, tokens_of(9)) - expected[0]).norm() < 0.02 * change[0].norm()
 
 
 @pytest.mark.filterwarnings("ignore")
