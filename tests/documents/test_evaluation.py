@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coserve.api.documents.evaluation import Evaluation
+from coserve.core.errors import AdapterNotFound
 from coserve.core.schemas.documents import DocumentEvaluation
 from coserve.core.schemas.generation import PromptLogprob
 from coserve.core.types import AdapterRef
@@ -33,16 +34,27 @@ class Answering:
         snapshot: AdapterRef | None = None,
     ) -> list[PromptLogprob]:
         named = snapshot.id if snapshot is not None else adapter
+        if named == "deleted@1":
+            raise AdapterNotFound("no adapter 'deleted@1'")
         logprob = self.logprobs[named or ("context" if prompt == CONTEXT else "base")]
         return [PromptLogprob(token, "", "", logprob) for token in answer]
 
 
-async def evaluated(folder: Path, other: str | None, **logprobs: float) -> DocumentEvaluation:
+async def evaluated(
+    folder: Path, other: str | None, *, deleted: str | None = None, **logprobs: float
+) -> DocumentEvaluation:
+    """`deleted`: the other adapter that is found first, and is deleted before it is asked."""
+
     async def show(done: int, total: int) -> None:
         pass
 
+    others = [other] if deleted is None else [deleted, other, other]
+
+    async def find_other() -> str | None:
+        return others.pop(0)
+
     evaluation = Evaluation(folder, Answering(logprobs), show)  # type: ignore[arg-type]
-    return await evaluation.run(LESSONS, TEXTS, NEW, 1, other, matches=False)
+    return await evaluation.run(LESSONS, TEXTS, NEW, 1, find_other, matches=False)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +72,11 @@ async def test_an_adapter_must_beat_the_one_of_another_document(
     assert found.retention == pytest.approx(-new / 2 - 1)
     assert found.other_adapter == other
     assert (found.other and found.other.nll) == (None if other is None else 1.0)
+
+
+@pytest.mark.parametrize("other", [None, "other@1"])
+async def test_an_adapter_that_is_deleted_meanwhile_is_compared_no_more(tmp_path: Path, other: str | None) -> None:
+    found = await evaluated(
+        tmp_path, other, deleted="deleted@1", base=-2.0, context=-0.25, new=-0.5, **{"other@1": -1.0}
+    )
+    assert (found.other_adapter, found.learned) == (other, True)

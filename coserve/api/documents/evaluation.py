@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 
 from coserve.api.documents.asking import Asker
 from coserve.core.cancellation import task_group
+from coserve.core.errors import AdapterNotFound
 from coserve.core.schemas.documents import AnswerScore, DocumentEvaluation
 from coserve.core.types import AdapterRef, Wire
 from coserve.data.documents.lessons import Lesson
@@ -49,12 +50,31 @@ class Evaluation:
         reserved: Sequence[Lesson],
         snapshot: AdapterRef,
         step: int,
-        other: str | None,
+        find_other: Callable[[], Awaitable[str | None]],
         *,
         matches: bool,
     ) -> DocumentEvaluation:
         """Score the held-out `lessons` and the `reserved` general texts with the adapter `snapshot`, trained for `step`
-        steps, and with the adapter `other`. `matches`: whether the share of exact matches is reported."""
+        steps, and with another document's adapter, which `find_other` returns: once more if that one is deleted
+        meanwhile. `matches`: whether the share of exact matches is reported."""
+        other = await find_other()
+        try:
+            return await self._run(lessons, reserved, snapshot, step, other, matches=matches)
+        except AdapterNotFound:
+            if await find_other() == other:
+                raise
+            return await self.run(lessons, reserved, snapshot, step, find_other, matches=matches)
+
+    async def _run(
+        self,
+        lessons: Sequence[Lesson],
+        reserved: Sequence[Lesson],
+        snapshot: AdapterRef,
+        step: int,
+        other: str | None,
+        *,
+        matches: bool,
+    ) -> DocumentEvaluation:
         arms: dict[str, Callable[[Lesson], Coroutine[None, None, Scored]]] = {
             "floor": partial(self._score, "floor"),
             "in_context": partial(self._score, "in_context", in_context=True),

@@ -184,7 +184,6 @@ class DocumentJobs:
         chunks = await asyncio.to_thread(read_chunks, self._folder.document(record.spec.id))
         _, lessons = await self._lessons(record, document, chunks)
         _, held = _split(lessons, document.settings, record.spec.training.seed)
-        other = await self._registry(partial(_other, record=record, digest=document.digest))
 
         async def show(done: int, total: int) -> None:
             job = msgspec.structs.replace(document, phase="evaluation", done=done, total=total)
@@ -196,7 +195,7 @@ class DocumentJobs:
             lessons.reserved,
             snapshot.ref,
             snapshot.step,
-            other,
+            lambda: self._registry(partial(_other, record=record, digest=document.digest)),
             matches=document.settings.generator != "none",
         )
 
