@@ -11,6 +11,7 @@ import pytest
 from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import StartJob
 from tests.support.api_server import Api, add_adapter, serve_api
+from tests.support.documents import ASKED
 
 BODY = {
     "adapter": "a",
@@ -67,6 +68,22 @@ async def test_jobs_ask_in_the_order_of_their_submission(asking: tuple[Api, str]
     await api.call("POST", f"/finetune/{id}/cancel")
     await api.job_until(second["id"], "running")
     api.engine.go_requests.set()
+
+
+async def test_questions_that_do_not_fit_are_noted(asking: tuple[Api, str]) -> None:
+    """They have no room in a row for all of their answer, or for none of it."""
+    api, id = asking
+    await api.call("POST", f"/finetune/{id}/cancel")
+    api.engine.go_requests.set()
+    document = {"text": "The cat sat on the mat.", "replay": 0, **ASKED}
+    for length, cut in ((64, 0), (4, 3)):
+        body = {"adapter": "b", "document": document, "training": {"steps": 1, "max_length": length}}
+        job = await api.answered(202, "POST", "/finetune", json=body)
+        spec = (await api.engine.saw(StartJob, 1 if cut == 0 else 2))[-1].spec
+        await api.settled()
+        _, job = await api.call("GET", f"/finetune/{job['id']}")
+        assert (spec.rows_cut, job["rows_cut"]) == (cut, cut)
+        assert len([note for note in job["notes"] if note.startswith(f"{cut} questions")]) == (cut > 0)
 
 
 async def test_the_adapter_that_asks_stays_until_its_job_ends(asking: tuple[Api, str]) -> None:

@@ -109,6 +109,10 @@ class DocumentJobs:
         chunks = await asyncio.to_thread(read_chunks, self._folder.document(id))
         job, lessons = await self._lessons(record, document, chunks)
         corpus, texts = await asyncio.to_thread(self._corpus, record, document.settings, chunks, lessons)
+        if corpus.rows_cut:
+            why = f"{corpus.rows_cut} questions and replayed texts are longer than max_length, the base's context or "
+            why += "micro_batch_tokens: they lose the end of their answer, or are left out if there is no room for one"
+            self._recorder.deliver(JobNote(id=id, message=why, kept=True))
         if job.settings.recipe == "encoder":
             record = msgspec.structs.replace(record, spec=msgspec.structs.replace(record.spec, first_rows=texts))
         await self.prepared(record, corpus, job)

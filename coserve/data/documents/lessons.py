@@ -87,14 +87,15 @@ def lesson_corpus(
 ) -> tuple[Corpus, int]:
     """Return the corpus of the lessons to learn, cut to `longest` tokens, and of the document's own text (token ids by
     chunk), in rows of at most as many: the last token of one is the first one of the next. Also return the number of
-    these rows, which are the last ones.
+    these rows, which are the last ones. Lessons whose prompts alone are that long are left out; `Corpus.rows_cut`
+    counts them, too.
 
     The targets are soft (candidates with weights) for `topk_kd`, `cartridge` and `encoder`, and for `ce` with an
     `lm_weight` above 0; otherwise they are tokens. Raises `EmptyCorpus` if there is no row.
     """
     lm, kd = settings.recipe == "lm", settings.recipe in ("topk_kd", "cartridge", "encoder")
     weight = settings.lm_weight
-    if lm or weight is None:
+    if weight is None:
         weight = float(settings.recipe != "ce")
     soft, columns = kd or (weight > 0 and not lm), TOP_K + 1 if kd else 1
     rows: list[_Row] = []
@@ -103,6 +104,7 @@ def lesson_corpus(
         ids, weights = _certain(lesson.answer, 1.0, columns) if certain else lesson.candidates()
         rows.append(_Row(lesson.prompt, lesson.answer, ids, weights))
     learned = [row.cut(longest) for row in rows if len(row.prompt) < longest]
+    cut = sum(len(row.prompt) + len(row.answer) > longest for row in rows)
     own = list[_Row]()
     for tokens in texts if weight > 0 else ():
         for start in range(0, len(tokens) - 1, max(1, longest - 1)):
@@ -112,7 +114,7 @@ def lesson_corpus(
         raise EmptyCorpus(
             f"nothing is left to learn: expected a document of at least 2 tokens, or questions of less than {longest}"
         )
-    return _corpus([*learned, *own], soft=soft), len(own)
+    return _corpus([*learned, *own], cut, soft=soft), len(own)
 
 
 class _Row(NamedTuple):
@@ -136,12 +138,13 @@ def _certain(
     return ids, weights
 
 
-def _corpus(rows: Sequence[_Row], *, soft: bool) -> Corpus:
+def _corpus(rows: Sequence[_Row], cut: int, *, soft: bool) -> Corpus:
     lengths = [len(row.prompt) + len(row.answer) for row in rows]
     return Corpus(
         np.concatenate([np.array([*row.prompt, *row.answer], np.int32) for row in rows]),
         np.concatenate([np.repeat(np.array([0, 1], np.uint8), [len(row.prompt), len(row.answer)]) for row in rows]),
         np.cumsum([0, *lengths], dtype=np.int64),
+        rows_cut=cut,
         candidates=np.concatenate([row.ids for row in rows]).reshape(-1) if soft else None,
         weights=np.concatenate([row.weights for row in rows]).reshape(-1) if soft else None,
     )
