@@ -86,6 +86,17 @@ async def test_questions_that_do_not_fit_are_noted(asking: tuple[Api, str]) -> N
         assert len([note for note in job["notes"] if note.startswith(f"{cut} questions")]) == (cut > 0)
 
 
+async def test_a_chunk_leaves_room_for_the_prefix_of_its_generator(asking: tuple[Api, str]) -> None:
+    api, _ = asking
+    add_adapter(api, "wide", prefix_tokens=500)
+    wide = BODY | {"document": BODY["document"] | {"generator": "adapter:wide"}}
+    status, refused = await api.call("POST", "/finetune", json=wide)
+    assert (status, refused["error"]["field"]) == (400, "document.chunk_tokens")
+    assert refused["error"]["message"].startswith("expected at most 92, ")
+    wide["document"]["chunk_tokens"] = 92
+    await api.answered(202, "POST", "/finetune", json=wide)
+
+
 async def test_the_adapter_that_asks_stays_until_its_job_ends(asking: tuple[Api, str]) -> None:
     api, _ = asking
     add_adapter(api, "asker")

@@ -120,16 +120,16 @@ class DocumentSubmission:
         _refuse({"training.one_row_per_answer": training.one_row_per_answer}, " beside a document")
         _refuse_unused(asked)
         most = _most_prefix(asked, base)
-        size = asked.chunk_tokens or min(USUAL_CHUNK, base.context // 2)
-        _check_most(size, most, base, field="document.chunk_tokens")
-        overlap = size // 8 if asked.overlap_tokens is None else asked.overlap_tokens
-        if overlap >= size:
-            raise InvalidRequest(f"expected less than a chunk's {size}, got {overlap}", field="document.overlap_tokens")
-        generator = asked.generator
+        generator, taken = asked.generator, 0
         if asked.generator_adapter is not None:
             name, version = split_ref(asked.generator_adapter)
             record = await find_adapter(self._registry, name, version, base, field="document.generator")
-            generator = f"adapter:{record.ref}"
+            generator, taken = f"adapter:{record.ref}", record.prefix
+        size = asked.chunk_tokens or min(USUAL_CHUNK, base.context // 2)
+        _check_most(size, most - taken, base, field="document.chunk_tokens")
+        overlap = size // 8 if asked.overlap_tokens is None else asked.overlap_tokens
+        if overlap >= size:
+            raise InvalidRequest(f"expected less than a chunk's {size}, got {overlap}", field="document.overlap_tokens")
         usual = {"cartridge": min(USUAL_PREFIX, most), "encoder": USUAL_MEMORY}
         prefix = asked.prefix_tokens or usual.get(asked.recipe, 0)
         cartridge = None
@@ -208,7 +208,7 @@ def _most_prefix(settings: DocumentSettings, base: BaseSpec) -> int:
 
 def _check_most(tokens: int, most: int, base: BaseSpec, *, field: str) -> None:
     if tokens > most:
-        what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
+        what = f"the base's context of {base.context} tokens, less the prompt, answer_tokens and a generator's prefix"
         raise InvalidRequest(f"expected at most {most}, {what}, got {tokens}", field=field)
 
 
