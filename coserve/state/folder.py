@@ -130,7 +130,7 @@ class DataFolder:
 
     def sweep(self) -> list[str]:
         """Remove leftovers of unfinished writes; returns their names. Call it under the lock."""
-        parents = self.adapters, self.jobs, self.sessions
+        parents = self.adapters, self.batches, self.jobs, self.sessions
         folders = [self.root, self.files, *parents, *(own for parent in parents for own in _folders(parent))]
         found = [name for folder in folders for name in sweep(folder)]
         if self.staging.is_dir():

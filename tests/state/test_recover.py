@@ -66,9 +66,14 @@ def test_leftovers_of_unfinished_writes_go(registry: Registry, folder: DataFolde
     (folder.adapters / "poet" / ".tmp-1-ab").mkdir()
     (folder.adapters / "poet" / ".tmp-1-ab" / "adapter_model.safetensors").write_text("half")
     (folder.staging / "upload").write_text("half")
+    kept = folder.batches / "batch_1"
+    kept.mkdir(parents=True)
+    for left in (folder.batches / ".tmp-batch_2-0123", kept / ".tmp-record.json-0123"):
+        left.write_text("half")
     recover(registry, folder)
     assert folder.checkpoints("job-1") == []
-    assert files(folder) == EMPTY | {"jobs/job-1", "jobs/job-1/corpus.safetensors", "jobs/job-1/checkpoint-00000002"}
+    of_job = {"jobs/job-1", "jobs/job-1/corpus.safetensors", "jobs/job-1/checkpoint-00000002"}
+    assert files(folder) == EMPTY | of_job | {"batches", "batches/batch_1"}
 
 
 def test_files_without_a_row_go(registry: Registry, folder: DataFolder) -> None:

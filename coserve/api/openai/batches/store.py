@@ -65,7 +65,6 @@ class BatchStore(RecordStore[BatchRecord]):
     def add(self, record: BatchRecord, content: Path) -> None:
         """Store a new batch. Until it has ended, it keeps a hard link to its input file `content`, which may be deleted
         meanwhile. Durable when this returns. Raises `NotFound` if it was deleted already, `StorageError`."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
         with replace_dir(self._folder / record.id, point="batch") as target:
             try:
                 os.link(content, target / INPUT)
