@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -14,18 +14,19 @@ import msgspec
 
 from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
 from coserve.core.limits import MAX_IMPORTED_RANK
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, WHOLE_COPY, end_of
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WHOLE_COPY, end_of
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
 from coserve.lora.files.cartridge import EMBEDDINGS, cartridge_config, read_alone, read_cartridge
-from coserve.lora.files.ends import end_named, ends_config, take_rows, trained_tokens
+from coserve.lora.files.ends import ends_config, take_rows, trained_tokens
 from coserve.lora.files.experts import ExpertTensors, expert_tensors, take_experts
 from coserve.lora.files.finite import refuse_non_finite
 from coserve.lora.files.gate import BOTH, read_configs
+from coserve.lora.files.linear_tensors import MAGNITUDE, LinearTensors, sort_tensors
 from coserve.lora.files.matching import Known, Matching
 from coserve.lora.files.targets import alpha_of, exact, linear_targets, shortest_targets
 from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
-from coserve.lora.files.wrapped import outside_text, site_of, text_targets
+from coserve.lora.files.wrapped import text_targets
 
 log = logging.getLogger(__name__)
 
@@ -153,61 +154,69 @@ def read_layout(
         raise UnsupportedAdapter(
             f"BD-LoRA is not implemented for the Conv1D modules of {base.family}", field="use_bdlora"
         )
-    matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}, _MAGNITUDE: {}}
-    names: dict[str, str] = {}
-    entries = dict(file.entries)
-    prefix = 0
+    entries, prefix = dict(file.entries), 0
     if cartridge is not None:
         prefix, _ = read_cartridge(cartridge, file, base)
         del entries[EMBEDDINGS]
-        if settings.use_dora or settings.bd_blocks > 1:
-            raise UnsupportedAdapter("expected plain LoRA beside a cartridge", field="peft_type")
-    found = take_experts(entries, base)
-    experts = expert_tensors(found, base, config, ours=trained_on is not None)
+        _check_plain(settings, "expected plain LoRA beside a cartridge", field="peft_type")
+    experts = expert_tensors(take_experts(entries, base), base, config, ours=trained_on is not None)
     rows = take_rows(entries, base)
-    if experts and (settings.use_dora or settings.bd_blocks > 1):
-        raise UnsupportedAdapter("DoRA and block-diagonal matrices are not implemented for experts", field="use_dora")
-    for name, entry in entries.items():
-        site, named, kind = _site_of(name, base)
-        if site in matrices[kind]:
-            raise CorruptAdapter(f"the file has two matrices {kind} of {site}")
-        matrices[kind][site], names[site] = entry, named
-    a, b = matrices["lora_A"], matrices["lora_B"]
-    if not a and not b and not experts:
+    if experts:
+        _check_plain(settings, "DoRA and block-diagonal matrices are not implemented for experts")
+    linear = sort_tensors(entries, base)
+    if not linear.a and not experts:
         raise CorruptAdapter("the weights' file holds no tensors of LoRA")
-    lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
-    if lonely is not None:
-        raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
-    if (end := next((site for site in a if site in base.ends), None)) and (settings.use_dora or settings.bd_blocks > 1):
-        raise UnsupportedAdapter(f"{end}: expected plain LoRA of embedding and head", field="use_dora")
-    magnitudes = _magnitudes(matrices[_MAGNITUDE], a, settings, base)
-    _check_blocks(config, sorted(names.values()))
-    matching = Matching(config) if alphas is None else Known(config, [*a, *experts], alphas)
-    sites, own_alphas = {}, {}
-    tied = base.tied and config.get("ensure_weight_tying") is True
-    for site in [*base.sites, *base.ends]:  # in the base's order
-        if site not in a:
-            continue
-        name = names[site] if alphas is None else site
-        if not matching.targeted(name) and not (tied and site in base.ends):  # PEFT would drop its tensors
-            raise CorruptAdapter(f"{site}: the file has tensors for it, but {ADAPTER_CONFIG} does not target it")
-        shape = a[site].shape
-        rank = matching.rank(name) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
-        own_alphas[site] = matching.alpha(name)
-        sites[site] = _shape(site, rank, own_alphas[site], settings, base, shape, b[site].shape)
+    if end := next((site for site in linear.a if site in base.ends), None):
+        _check_plain(settings, f"{end}: expected plain LoRA of embedding and head")
+    _check_magnitudes(linear, settings, base)
+    _check_blocks(config, sorted(linear.names.values()))
+    matching = Matching(config) if alphas is None else Known(config, [*linear.a, *experts], alphas)
+    names = linear.names if alphas is None else {}  # `Known` has the base's names
+    sites, own_alphas = _linear_sites(linear, names, matching, settings, config, base)
     for site, own in experts.items():
         own_alphas[site] = matching.alpha(site) if alphas is not None else _expert_alpha(own, matching, settings)
         scaling = own_alphas[site] / (math.sqrt(own.rank) if settings.rslora else own.rank)
         sites[site] = SiteShape(own.rank, scaling, experts=base.experts[site].experts)
-    same = all(site == name for site, name in names.items())
+    same = all(site == name for site, name in linear.names.items())
     same = same and all(own.fused and own.parts[0].named == site for site, own in experts.items())
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named and same)
-    saved = tuple(end_of(name) for name in rows if name.endswith(WHOLE_COPY) and end_of(name) not in a)
+    saved = tuple(end_of(name) for name in rows if name.endswith(WHOLE_COPY) and end_of(name) not in linear.a)
     tokens = trained_tokens(config, rows, base)
     settings = msgspec.structs.replace(
         settings, trainable_token_indices=tokens, modules_to_save=saved or None, prefix_tokens=prefix
     )
-    return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes, experts, rows)
+    return AdapterTensors(settings, sites, own_alphas, linear.a, linear.b, linear.magnitudes, experts, rows)
+
+
+def _check_plain(settings: LoraSettings, message: str, *, field: str = "use_dora") -> None:
+    """Raise `UnsupportedAdapter` for DoRA and for block-diagonal matrices."""
+    if settings.use_dora or settings.bd_blocks > 1:
+        raise UnsupportedAdapter(message, field=field)
+
+
+def _linear_sites(
+    linear: LinearTensors,
+    names: Mapping[str, str],
+    matching: Matching | Known,
+    settings: LoraSettings,
+    config: dict[str, object],
+    base: BaseSpec,
+) -> tuple[dict[str, SiteShape], dict[str, float]]:
+    """Return the shapes and the alphas of linear sites, in the base's order. `names`: those by which `matching` knows
+    them, if they are other ones."""
+    sites, alphas = dict[str, SiteShape](), dict[str, float]()
+    tied = base.tied and config.get("ensure_weight_tying") is True
+    for site in [*base.sites, *base.ends]:
+        if site not in linear.a:
+            continue
+        name = names.get(site, site)
+        if not matching.targeted(name) and not (tied and site in base.ends):  # PEFT would drop its tensors
+            raise CorruptAdapter(f"{site}: the file has tensors for it, but {ADAPTER_CONFIG} does not target it")
+        shape = linear.a[site].shape
+        rank = matching.rank(name) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
+        alphas[site] = matching.alpha(name)
+        sites[site] = _shape(site, rank, alphas[site], settings, base, shape, linear.b[site].shape)
+    return sites, alphas
 
 
 def check_base(file: TensorFile, base: BaseSpec) -> str | None:
@@ -233,22 +242,19 @@ def _expert_alpha(own: ExpertTensors, matching: Matching | Known, settings: Lora
     return scalings.pop() * (math.sqrt(own.rank) if settings.rslora else own.rank)
 
 
-def _magnitudes(
-    found: dict[str, TensorEntry], sites: Collection[str], settings: LoraSettings, base: BaseSpec
-) -> dict[str, TensorEntry]:
-    """Check that a DoRA adapter has a magnitude at each site, and another one none."""
+def _check_magnitudes(linear: LinearTensors, settings: LoraSettings, base: BaseSpec) -> None:
+    """Raise an `AdapterError` unless a DoRA adapter has a magnitude at each site, and another one none."""
     if settings.use_dora and settings.bd_blocks > 1:
         raise UnsupportedAdapter("DoRA with block-diagonal matrices is not implemented", field="use_dora")
-    for site in sorted(found.keys() ^ (set(sites) if settings.use_dora else set())):
+    for site in sorted(linear.magnitudes.keys() ^ (set(linear.a) if settings.use_dora else set())):
         raise CorruptAdapter(
-            f"{site}: expected {'a' if settings.use_dora else 'no'} {_MAGNITUDE} with use_dora = "
+            f"{site}: expected {'a' if settings.use_dora else 'no'} {MAGNITUDE} with use_dora = "
             f"{str(settings.use_dora).lower()}",
             field="use_dora",
         )
-    for site, entry in found.items():
+    for site, entry in linear.magnitudes.items():
         if entry.shape != (want := (base.sites[site].out_features,)):
-            raise ShapeMismatch(f"{site}.{_MAGNITUDE}: expected shape {list(want)}, got {list(entry.shape)[:8]}")
-    return found
+            raise ShapeMismatch(f"{site}.{MAGNITUDE}: expected shape {list(want)}, got {list(entry.shape)[:8]}")
 
 
 def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], *, field: str | None = None) -> str:
@@ -362,47 +368,6 @@ def _resolved(
         rank_pattern=ranks,
         alpha_pattern=alpha_names,
     )
-
-
-_MAGNITUDE = "lora_magnitude_vector"
-_KINDS = {
-    "base_layer": "the file holds weights of the base itself, which is not implemented",
-    "token_adapter": "tokens are replaced in the input embedding and the head alone, on one GPU",
-    "modules_to_save": "the input embedding and the head alone can be replaced, on one GPU",
-    "lora_B.bias": "LoRA with a bias is not implemented",
-}
-_ENDS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_out"}
-
-
-def _site_of(name: str, base: BaseSpec) -> tuple[str, str, str]:
-    """Split a tensor's name into its site, the site's name in the file, and `lora_A`, `lora_B` or `_MAGNITUDE`."""
-    shown = repr(name[:120])
-    if not base.ends and not _ENDS.isdisjoint(name.split(".")):
-        raise UnsupportedAdapter(
-            f"tensor {shown}: expected linear modules of decoder layers: the input embedding and the head take no "
-            "adapters here, as on several GPUs"
-        )
-    for part, reason in _KINDS.items():
-        if f".{part}" in f".{name}":
-            raise UnsupportedAdapter(f"tensor {shown}: {reason}")
-    named, _, rest = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-    end = end_named(named, base)
-    embeds = end is not None and base.ends[end].layer < 0
-    known = ("embedding_A", "embedding_B") if embeds else ("A.weight", "B.weight", "magnitude_vector")
-    if not name.startswith(PEFT_PREFIX) or (rest not in known and not rest.startswith("embedding_")):
-        raise UnsupportedAdapter(
-            f"tensor {shown}: expected only lora_A.weight, lora_B.weight and {_MAGNITUDE} of linear modules"
-        )
-    site, other = end or site_of(named, base.sites), outside_text(named)
-    if site is not None and rest in known:
-        return site, named, f"lora_{rest.removesuffix('.weight').removeprefix('embedding_')}"
-    if other is not None:
-        raise UnsupportedAdapter(f"tensor {shown}: it adapts {other}, but coserve runs the language model alone")
-    if rest not in known or named.rsplit(".", 1)[-1] in _ENDS:
-        raise UnsupportedAdapter(
-            f"tensor {shown}: expected linear modules of decoder layers, or {' and '.join(base.ends) or 'one GPU'}"
-        )
-    raise BaseMismatch(f"tensor {shown}: {base.name} has no such module that an adapter can change")
 
 
 def _shape(
