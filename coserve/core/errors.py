@@ -39,7 +39,8 @@ class CoserveError(Exception):
 
     def __str__(self) -> str:
         """Return the message, prefixed with the field unless the message names it."""
-        if self.field is None or re.search(rf"\b{re.escape(self.field.rpartition('.')[2])}\b", self.message):
+        name = (self.field or "").rpartition(".")[2]
+        if self.field is None or re.search(rf"(?<!\w){re.escape(name)}(?!\w)", self.message):
             return self.message
         return f"{self.field}: {self.message}"
 

@@ -245,6 +245,8 @@ async def test_the_sdk_and_the_command_line_learn_files(
             await client.learn("file")
         with pytest.raises(InvalidRequest, match="base, none or adapter:NAME"):
             await client.learn("file", "text", generator="model")
+        with pytest.raises(InvalidRequest, match=r"^document\.questions\[0\]: expected an object, got a string"):
+            await client.learn("file", "text", questions=["Why?"])  # type: ignore[list-item]
         with pytest.raises(InvalidRequest, match="recipe"):
             await client.learn("file", "text", recipe="magic")  # type: ignore[arg-type]
     given = ["learn", "two", str(tmp_path)]
