@@ -28,8 +28,7 @@ ROWS = [{"text": "a b"}]
 @pytest.fixture
 async def poet(api: Api) -> Api:
     """Three versions of one adapter."""
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "peft", api.base)
+    write_peft(api.root / "peft", api.base)
     for _ in range(3):
         await bring_in(api)
     return api

@@ -113,9 +113,8 @@ async def test_upload_show_list_download_delete(api: Api, peft: Path) -> None:
 
 
 async def test_import_from_a_local_path(api: Api) -> None:
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "mine", api.base)
-    (api.config.data_root / "mine" / "README.md").write_text("not copied")
+    write_peft(api.root / "mine", api.base)
+    (api.root / "mine" / "README.md").write_text("not copied")
     status, adapter = await api.call("POST", "/adapters", json={"name": "mine", "path": "mine"})
     assert (status, adapter["ref"]) == (201, "mine@1")
     assert len(list(api.folder.adapter(AdapterRef("mine", 1)).iterdir())) == 2
@@ -148,8 +147,7 @@ async def test_an_adapter_of_another_base_is_refused_by_name(api: Api, peft: Pat
 async def test_a_full_disk_leaves_nothing_of_an_import(api: Api, peft: Path) -> None:
     for point in ("import.before_file_fsync", "import.after_rename", "registry.before_commit"):
         with armed(f"{point}=ENOSPC"):
-            status, body = await api.call("POST", "/adapters", data=upload(peft))
-        assert (status, body["error"]["code"]) == (507, "storage_full"), point
+            await api.error(507, "storage_full", "POST", "/adapters", data=upload(peft))
         assert api.folder.adapter_refs() == []
     assert (await api.call("POST", "/adapters", data=upload(peft)))[0] == 201
 
@@ -219,8 +217,7 @@ async def test_a_request_does_not_wait_for_a_long_list(api: Api) -> None:
 
 async def test_a_trained_version_names_its_parent_and_its_data(api: Api) -> None:
     add_adapter(api, "poet")
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "peft", api.base)
+    write_peft(api.root / "peft", api.base)
     await api.call("POST", "/adapters", json={"name": "first", "path": "peft"})
 
     async def train(**body: Any) -> dict[str, Any]:

@@ -132,8 +132,7 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
 @pytest.fixture(scope="module")
 def api(lasting_api: Api) -> Api:
     """With files in its root that paths may lead to."""
-    root = lasting_api.config.data_root
-    assert root is not None
+    root = lasting_api.root
     (root.parent / "secret.jsonl").write_text('{"text": "secret"}')
     (root / "link.jsonl").symlink_to(root.parent / "secret.jsonl")
     (root / "loop").symlink_to("loop")
@@ -150,12 +149,11 @@ async def test_generate(api: Api, body: dict[str, Any], code: str, field: str | 
 
 @pytest.mark.parametrize(("body", "status", "code", "field"), FINETUNE, ids=lambda value: str(value)[:40])
 async def test_finetune(api: Api, body: dict[str, Any], status: int, code: str, field: str | None) -> None:
-    assert api.config.data_root is not None
     if body.get("path") not in (None, "."):  # imports read the same paths; a folder is what they want
         await api.refused(status, code, "POST", "/adapters", json={"name": "poet", "path": body["path"]})
     error = await api.refused(status, code, "POST", "/finetune", json=body)
     assert error["field"] == field
-    assert str(api.config.data_root.parent) not in error["message"]
+    assert str(api.root.parent) not in error["message"]
     assert api.folder.job_ids() == []
     if code == "malformed_row":
         assert error["line"] == 2
@@ -353,8 +351,7 @@ async def test_paths_methods_pages(api: Api) -> None:
 async def test_full_disks_refuse_jobs_and_lose_nothing(api: Api) -> None:
     for point in ("corpus.temp_write", "corpus.before_file_fsync", "registry.before_commit"):
         with armed(f"{point}=ENOSPC"):
-            status, body = await api.call("POST", "/finetune", json=JOB)
-        assert (status, body["error"]["code"]) == (507, "storage_full")
+            await api.error(507, "storage_full", "POST", "/finetune", json=JOB)
         assert api.folder.job_ids() == []
         await api.works()
 

@@ -29,8 +29,7 @@ ADAPTERS = {
 @pytest.fixture
 async def poet(api: Api) -> None:
     """A plain adapter to convert."""
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "poet", api.base, rank=4)
+    write_peft(api.root / "poet", api.base, rank=4)
     await api.answered(201, "POST", "/adapters", json={"name": "poet", "path": "poet"})
 
 

@@ -140,8 +140,7 @@ async def test_conversions_with_a_job(api: Api, late: bool) -> None:
 @pytest.mark.parametrize("how", by_day(["path", "upload"], "upload"))
 async def test_imports(api: Api, late: bool, how: str) -> None:
     """The one that comes next gets its own files, whatever became of the first."""
-    root = api.config.data_root
-    assert root is not None
+    root = api.root
 
     async def call(at: int) -> Call:
         if how == "path":

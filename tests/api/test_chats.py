@@ -96,9 +96,8 @@ async def rows_of(api: Api, row: dict[str, Any], *, arrow: bool = True) -> tuple
     """Tokens of a row, and those that are learned; the same whether it comes inline, as JSONL or as parquet."""
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
-    assert api.config.data_root is not None
     if arrow:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), api.config.data_root / "rows.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), api.root / "rows.parquet")
     found = []
     for body in (
         {"json": {"adapter": "a", "data": [row | {"text": None}]}},

@@ -18,7 +18,7 @@ import pydantic
 import pytest
 import pytest_asyncio
 
-from tests.support.api_server import REPLY, Api, serve_api, tokenizer, with_template
+from tests.support.api_server import REPLY, Api, serve_api, with_template
 from tests.support.chat_templates import QWEN3
 from tests.support.examples import on_days
 
@@ -50,10 +50,6 @@ def api(server: Api) -> Iterator[Api]:
     server.reply = reply
 
 
-def says(api: Api, text: str) -> None:
-    api.reply = [*tokenizer().encode(text, add_special=False), 0]
-
-
 def url_of(api: Api) -> str:
     return f"{api.url}/v1"
 
@@ -72,7 +68,7 @@ async def use_langchain(langchain: Any, api: Api, http: httpx.AsyncClient) -> No
     assert (await chat.ainvoke("hi")).content == REPLY
     assert "".join([chunk.content async for chunk in chat.astream("hi")]) == REPLY
     assert await langchain.OpenAI(**settings).ainvoke("hi") == REPLY
-    says(api, CALL)
+    api.says(CALL)
     (call,) = (await chat.bind_tools([Weather]).ainvoke("Rain?")).tool_calls
     assert (call["name"], call["args"]) == ("Weather", ASKED.model_dump())
     pieces = [chunk async for chunk in chat.bind_tools([Weather]).astream("Rain?")]
@@ -80,14 +76,14 @@ async def use_langchain(langchain: Any, api: Api, http: httpx.AsyncClient) -> No
     for piece in pieces[1:]:
         whole += piece
     assert whole.tool_calls[0]["args"] == ASKED.model_dump()
-    says(api, ASKED.model_dump_json())
+    api.says(ASKED.model_dump_json())
     assert await chat.with_structured_output(Weather, method="json_schema").ainvoke("Rain?") == ASKED
     responses = langchain.ChatOpenAI(**settings, use_responses_api=True, reasoning_effort="low")
     assert await responses.with_structured_output(Weather, method="json_schema").ainvoke("Rain?") == ASKED
-    says(api, CALL)
+    api.says(CALL)
     called = await responses.bind_tools([Weather]).ainvoke("Rain?")
     assert called.tool_calls[0]["args"] == ASKED.model_dump()
-    says(api, "Dry.")
+    api.says("Dry.")
     turns = [("user", "Rain?"), called, {"role": "tool", "content": "dry", "tool_call_id": called.tool_calls[0]["id"]}]
     assert (await responses.ainvoke(turns)).text == "Dry."
 
@@ -105,7 +101,7 @@ async def test_instructor(api: Api) -> None:
             (instructor.Mode.JSON_SCHEMA, ASKED.model_dump_json()),
             (instructor.Mode.JSON, ASKED.model_dump_json()),
         ):
-            says(api, text)
+            api.says(text)
             asking = instructor.from_openai(client, mode=mode).chat.completions
             found = await asking.create(model="fake", response_model=Weather, messages=CHAT, max_retries=0)
             assert found.model_dump() == ASKED.model_dump(), mode
@@ -137,7 +133,7 @@ async def test_litellm(api: Api) -> None:
     """In a process of its own, for it leaves connections open, and warns when it is imported."""
     if importlib.util.find_spec("litellm") is None:
         pytest.skip("litellm is not installed")
-    says(api, CALL)
+    api.says(CALL)
     tools = [{"type": "function", "function": {"name": "Weather", "parameters": Weather.model_json_schema()}}]
     arguments = map(json.dumps, (url_of(api), CHAT, tools))
     env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask its own server for prices
@@ -192,7 +188,7 @@ OLD_SITE = Path(sys.prefix) / "openai1"
 async def test_openai_of_version_1(api: Api) -> None:
     if not OLD_SITE.exists():
         pytest.skip("openai 1.x is not installed")
-    says(api, CALL)
+    api.says(CALL)
     tools = [{"type": "function", "function": {"name": "Weather", "parameters": Weather.model_json_schema()}}]
     rows = "\n".join([json.dumps({"messages": [*CHAT, {"role": "assistant", "content": "No."}]})] * 10)
     arguments = map(json.dumps, (url_of(api), CHAT, tools, Weather.model_json_schema(), rows))

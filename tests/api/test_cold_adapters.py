@@ -65,8 +65,9 @@ async def test_files_that_are_not_the_registered_ones_fail_their_requests_alone(
     mine, other = (api.folder.adapter(AdapterRef(name, 1)) / file for name in ("a0", "a1"))
     other_bytes = other.read_bytes()
     mine.write_bytes(other_bytes.replace(b'"lora_alpha": 8', b'"lora_alpha": 9'))
-    status, body = await api.call("POST", "/generate", json={"prompt": PROMPT, "adapter": "a0", "max_tokens": 1})
-    assert (status, body["error"]["code"]) == (422, "corrupt_adapter")
+    await api.error(
+        422, "corrupt_adapter", "POST", "/generate", json={"prompt": PROMPT, "adapter": "a0", "max_tokens": 1}
+    )
     assert await ask(api, "a1") == alone
     job = {"adapter": "next", "continue_from": "a0", "data": [{"text": "a b"}], "training": {"steps": 1}}
     _, accepted = await api.call("POST", "/finetune", json=job)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.api_server import Api, serve_api, tokenizer, with_template
+from tests.support.api_server import Api, serve_api, with_template
 from tests.support.chat_templates import QWEN3
 
 if TYPE_CHECKING:
@@ -29,23 +29,13 @@ TALK: Any = [
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[Api]:
     async with serve_api(tmp_path, tokens=with_template(QWEN3), context=1024) as api:
-        api.reply = [*tokenizer().encode(SUMMARY, add_special=False), 0]
+        api.says(SUMMARY)
         yield api
-
-
-@pytest.fixture
-async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
-    async with api.openai() as client:
-        yield client
-
-
-async def prompt(api: Api) -> str:
-    return tokenizer().decode((await api.last_request()).prompt, skip_special=False)
 
 
 async def test_a_summary_replaces_answers_and_calls(api: Api, client: AsyncOpenAI) -> None:
     short = await client.responses.compact(model="fake", input=TALK, extra_body={"tools": [], "temperature": 0})
-    asked = await prompt(api)
+    asked = await api.last_prompt()
     assert "No rain." in asked and "dry" in asked and asked.rstrip().endswith("<|im_start|>assistant")
     assert "Summarise this conversation" in asked
     assert short.object == "response.compaction" and short.usage.output_tokens > 0
@@ -55,7 +45,7 @@ async def test_a_summary_replaces_answers_and_calls(api: Api, client: AsyncOpenA
     assert summary.type == "compaction" and summary.encrypted_content == SUMMARY
     items: Any = [item.to_dict(warnings=False) for item in short.output]
     await client.responses.create(model="fake", input=[*items, {"role": "user", "content": "And snow?"}])
-    continued = await prompt(api)
+    continued = await api.last_prompt()
     assert f"<|im_start|>assistant\n{SUMMARY}" in continued and "No rain." not in continued and "Rain?" in continued
     again = await client.responses.compact(model="fake", input=items)
     assert [item.type for item in again.output] == ["message", "message", "compaction"]
@@ -72,7 +62,7 @@ async def test_a_stored_conversation_is_compacted_by_its_id(api: Api, client: As
 async def test_a_question_without_an_answer_is_asked_once(api: Api, client: AsyncOpenAI) -> None:
     """Templates often refuse two messages of the user after one another."""
     await client.responses.compact(model="fake", input="Rain?")
-    assert (await prompt(api)).count("<|im_start|>user") == 1
+    assert (await api.last_prompt()).count("<|im_start|>user") == 1
 
 
 STRICT = (
@@ -87,7 +77,7 @@ STRICT = (
 async def test_templates_whose_roles_alternate_read_a_compaction(tmp_path: Path) -> None:
     """Gemma's and Mistral's refuse two messages of the user after one another, which it leaves."""
     async with serve_api(tmp_path, tokens=with_template(STRICT), context=1024) as api, api.openai() as client:
-        api.reply = [*tokenizer().encode(SUMMARY, add_special=False), 0]
+        api.says(SUMMARY)
         talk: Any = [{"role": "user", "content": "Rain?"}]
         for question in ("Snow?", "Wind?"):
             talk += [{"role": "assistant", "content": "No."}, {"role": "user", "content": question}]
@@ -95,7 +85,7 @@ async def test_templates_whose_roles_alternate_read_a_compaction(tmp_path: Path)
             short = await client.responses.compact(model="fake", input=talk)
             items: Any = [item.to_dict(warnings=False) for item in short.output]
             await client.responses.create(model="fake", input=[*items, {"role": "user", "content": "Hail?"}])
-            asked = await prompt(api)
+            asked = await api.last_prompt()
             assert "<|im_start|>user\nRain?\n\nSnow?\n\nWind?<|im_end|>" in asked
             talk = items
 

@@ -33,8 +33,7 @@ async def upload(api: Api, content: str, **settings: Any) -> tuple[int, Any]:
     ids=["csv", "array", "pretty", "jsonl"],
 )
 async def test_every_way_to_send_them_gives_the_same_job(api: Api, content: str) -> None:
-    assert api.config.data_root is not None
-    (api.config.data_root / "rows").write_text(content)
+    (api.root / "rows").write_text(content)
     _, plain = await api.call(
         "POST", "/finetune", json={"adapter": "poet", "data": [{f: row[c] for f, c in COLUMNS.items()} for row in ROWS]}
     )
@@ -134,8 +133,7 @@ JOB = {"adapter": "poet", "data": ROWS, "columns": COLUMNS}
 
 
 async def test_rows_for_validation_are_a_field_of_the_request(api: Api) -> None:
-    assert api.config.data_root is not None
-    held = table(api.config.data_root / "held", "csv", ROWS[:2])
+    held = table(api.root / "held", "csv", ROWS[:2])
     for validation in ({"data": ROWS[:2]}, {"path": "held"}):
         status, job = await api.call("POST", "/finetune", json=JOB | {"validation": validation})
         assert (status, job["rows"], job["training"]["validation_rows"]) == (202, 7, 2), job
@@ -179,8 +177,7 @@ async def submit(api: Api, **fields: Any) -> tuple[int, Any]:
 
 
 async def test_a_parquet_file_is_read_at_the_daemon_and_from_an_upload(api: Api) -> None:
-    assert api.config.data_root is not None
-    file = table(api.config.data_root / "rows.parquet", "parquet", CHATS)
+    file = table(api.root / "rows.parquet", "parquet", CHATS)
     status, at_daemon = await submit(api, path="rows.parquet")
     assert (status, at_daemon["rows"], at_daemon["training"]["train_on"]) == (202, 9, None)
     upload = form({"adapter": "sent", "training": {"train_on": "all"}}, file)
@@ -189,11 +186,11 @@ async def test_a_parquet_file_is_read_at_the_daemon_and_from_an_upload(api: Api)
     assert sent["target_tokens"] == sent["tokens"] - sent["rows"] > at_daemon["target_tokens"]
     status, body = await submit(api, data=[{"text": "a b"}], training={"train_on": "assistant"})
     assert (status, body["error"]["line"]) == (422, 1)
-    (api.config.data_root / "folder").mkdir()
+    (api.root / "folder").mkdir()
     status, body = await submit(api, path="folder")
     assert (status, body["error"]["field"]) == (400, "path")
     assert "DatasetDict" not in body["error"]["message"]
-    (api.config.data_root / "folder" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (api.root / "folder" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     status, body = await submit(api, path="folder")
     assert (status, body["error"]["message"]) == (
         400,
@@ -203,9 +200,8 @@ async def test_a_parquet_file_is_read_at_the_daemon_and_from_an_upload(api: Api)
 
 async def test_a_chat_becomes_a_row_for_each_answer(api: Api) -> None:
     """Whether the corpus is small or read by other processes."""
-    assert api.config.data_root is not None
     chat = {"messages": CHATS[0]["messages"] + CHATS[1]["messages"]}
-    table(api.config.data_root / "rows.parquet", "parquet", [chat])
+    table(api.root / "rows.parquet", "parquet", [chat])
     for source in ({"data": [chat]}, {"path": "rows.parquet"}):
         status, job = await submit(api, **source, training={"one_row_per_answer": True})
         assert (status, job["rows"], job["training"]["one_row_per_answer"]) == (202, 2, True)

@@ -227,12 +227,10 @@ async def test_prompts_that_are_never_late_go_together_too(api: Api, asked: dict
 
 
 async def test_a_prompt_that_is_wrong_ends_those_that_wait_for_it(api: Api) -> None:
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "peft", api.base)
+    write_peft(api.root / "peft", api.base)
     assert (await api.call("POST", "/adapters", json={"name": "poet", "path": "peft"}))[0] == 201
     body = {"model": "poet", "prompt": [[5], [6] * 500, [7]], "slo_ttft": 0.5}
-    status, answer = await api.call("POST", "/v1/completions", json=body)
-    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    await api.error(400, "context_length_exceeded", "POST", "/v1/completions", json=body)
     assert (await api.call("DELETE", "/adapters/poet"))[0] == 200, "nobody uses it"
     assert not [each for each in api.engine.told if isinstance(each, Generate | CancelRequest)]
     await api.works()

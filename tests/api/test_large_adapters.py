@@ -72,9 +72,8 @@ async def test_adapters_of_a_daemon_with_a_larger_pool_are_named_at_each_request
             ("completions", {"model": "big", "prompt": "x", "max_tokens": 2}),
             ("chat/completions", chat),
         ):
-            status, answer = await api.call("POST", f"/v1/{route}", json=body)
-            assert (status, answer["error"]["code"]) == (422, "adapter_too_large"), answer
-            assert answer["error"]["message"] == said
+            error = await api.error(422, "adapter_too_large", "POST", f"/v1/{route}", json=body)
+            assert error["message"] == said
     least = int(said.split("--kv-tokens ")[1].split()[0])
     async with serve_real(tmp_path, kv_tokens=least) as api:
         assert (await api.call("POST", "/generate", json=generate))[0] == 200

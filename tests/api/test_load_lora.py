@@ -22,10 +22,9 @@ LOADED = "Success: LoRA adapter 'poet' added successfully."
 @pytest.fixture
 def root(api: Api) -> Path:
     """The allowed root, with two adapters."""
-    assert api.config.data_root is not None
     for rank, name in enumerate(("one", "two"), start=1):
-        write_peft(api.config.data_root / name, api.base, rank=rank)
-    return api.config.data_root
+        write_peft(api.root / name, api.base, rank=rank)
+    return api.root
 
 
 async def post(api: Api, action: str, **body: Any) -> tuple[int, str]:

@@ -47,10 +47,6 @@ async def client(api: Api) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-async def prompt(api: Api) -> str:
-    return tokenizer().decode((await api.last_request()).prompt, skip_special=False)
-
-
 def asked(**fields: Any) -> dict[str, Any]:
     question = [{"role": "user", "content": "Rain?"}]
     return {"model": "fake", "max_tokens": 200, "messages": question} | fields
@@ -104,7 +100,7 @@ async def test_what_was_answered_is_sent_back(api: Api, client: AsyncAnthropic) 
     ]
     function = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "description": "of a city"}}
     rendered = with_template(QWEN3).chat(expected, tools=[function])
-    assert await prompt(api) == tokenizer().decode(rendered, skip_special=False)
+    assert await api.last_prompt() == tokenizer().decode(rendered, skip_special=False)
 
 
 async def test_options_reach_the_engine(api: Api, client: AsyncAnthropic) -> None:
@@ -116,14 +112,14 @@ async def test_options_reach_the_engine(api: Api, client: AsyncAnthropic) -> Non
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.9)
     cut = await client.messages.create(**asked(max_tokens=2, thinking={"type": "disabled"}))
     assert (cut.stop_reason, cut.stop_sequence, cut.usage.output_tokens) == ("max_tokens", None, 2)
-    assert (await prompt(api)).endswith("<think>\n\n</think>\n\n"), "the template's own form of no reasoning"
+    assert (await api.last_prompt()).endswith("<think>\n\n</think>\n\n"), "the template's own form of no reasoning"
     await client.messages.create(**asked(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}))
     assert (await api.last_request()).grammar is not None
     await client.messages.create(**asked(tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"}))
     assert (await api.last_request()).grammar is not None
     begun = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "I think"}]
     await client.messages.create(**asked(messages=begun))
-    assert (await prompt(api)).endswith("I think"), "the answer goes on where the last message ends"
+    assert (await api.last_prompt()).endswith("I think"), "the answer goes on where the last message ends"
 
 
 async def test_thinking_is_asked_of_templates_that_have_it_alone(tmp_path: Path) -> None:

@@ -148,8 +148,7 @@ async def test_limits_of_chats_hold_in_every_dialect(api: Api, path: str, body: 
     """Most are checked as a helper process reads the chat."""
     forced = {"type": "any"} if path == "/v1/messages" else "required"
     given = body | {"max_tokens" if path != "/v1/responses" else "max_output_tokens": 4}
-    status, answer = await api.call("POST", path, json=given | ({"tool_choice": forced} if "tools" in body else {}))
-    assert status == 400, answer
+    answer = await api.answered(400, "POST", path, json=given | ({"tool_choice": forced} if "tools" in body else {}))
     assert answer["error"]["message"].startswith(field) and ": expected " in answer["error"]["message"]
 
 
@@ -173,8 +172,7 @@ async def test_a_number_that_no_double_holds(api: Api, path: str, body: bytes, f
 
 async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
     large = json.dumps(TEXT | {"user": "x" * (1 << 20)})
-    status, answer = await api.call("POST", PATHS[0], data=io.BytesIO(large.encode()))
-    assert (status, answer["error"]["code"]) == (413, "body_too_large")
+    await api.error(413, "body_too_large", "POST", PATHS[0], data=io.BytesIO(large.encode()))
     async with api.http.put(PATHS[0], data=b"{}") as response:
         answer = await response.json()
     assert (response.status, response.headers["Allow"]) == (405, "POST")

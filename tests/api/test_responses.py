@@ -38,10 +38,6 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         yield api
 
 
-async def prompt(api: Api) -> str:
-    return tokenizer().decode((await api.last_request()).prompt, skip_special=False)
-
-
 def shapes(answer: Response) -> list[Any]:
     """The items without their ids."""
     return [item.model_dump(exclude={"id", "call_id"}, exclude_none=True) for item in answer.output]
@@ -107,7 +103,7 @@ async def test_what_was_answered_is_sent_back(api: Api, client: AsyncOpenAI) -> 
     ]
     function = {"type": "function", "function": {name: WEATHER[name] for name in WEATHER if name != "type"}}
     expected = with_template(QWEN3).chat(chat, tools=[function])
-    assert await prompt(api) == tokenizer().decode(expected, skip_special=False)
+    assert await api.last_prompt() == tokenizer().decode(expected, skip_special=False)
 
 
 ENDS = [("stop", "completed"), ("tool_calls", "completed"), ("length", "incomplete")]
@@ -187,7 +183,7 @@ async def test_truncation_within_an_exchange_keeps_calls_with_their_outputs(api:
         items += [{"type": "function_call", **call}, output]
     asked: Any = {"model": "fake", "input": items, "max_output_tokens": 2, "truncation": "auto"}
     await client.responses.create(**asked)
-    sent = await prompt(api)
+    sent = await api.last_prompt()
     assert "Rain?" not in sent and sent.startswith("<|im_start|>assistant")
     assert sent.count("<tool_call>") == sent.count("<tool_response>") > 1
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
@@ -207,13 +203,11 @@ async def test_truncation_leaves_out_whole_exchanges_if_the_template_refuses_par
     talk = [{"role": "user", "content": "old " * 900}, {"role": "user", "content": "Rain?"}, *called]
     asked = {"input": talk, "max_output_tokens": 2, "truncation": "auto"}
     async with serve_api(tmp_path / "asked", tokens=with_template(template + QWEN3), context=1024) as strict:
-        status, answer = await strict.call("POST", "/v1/responses", json=asked)
-        assert status == 200, answer
-        sent = await prompt(strict)
+        await strict.answered(200, "POST", "/v1/responses", json=asked)
+        sent = await strict.last_prompt()
         assert "old" not in sent and "Rain?" in sent and sent.count("<tool_response>") == 9
         talk[1]["content"] = "Rain? " * 900
-        status, answer = await strict.call("POST", "/v1/responses", json=asked)
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        await strict.error(400, "context_length_exceeded", "POST", "/v1/responses", json=asked)
 
 
 async def test_truncation_keeps_a_call_whose_output_comes_after_a_question(api: Api) -> None:
@@ -223,7 +217,7 @@ async def test_truncation_keeps_a_call_whose_output_comes_after_a_question(api: 
     talk = [old, *calls, outputs[0], {"role": "user", "content": "Hurry."}, outputs[1]]
     asked = {"input": talk, "max_output_tokens": 2, "truncation": "auto"}
     assert (await api.call("POST", "/v1/responses", json=asked))[0] == 200
-    sent = await prompt(api)
+    sent = await api.last_prompt()
     assert "old" not in sent and sent.count("<tool_call>") == sent.count("<tool_response>") == 2
 
 
@@ -232,14 +226,14 @@ async def test_the_effort_reaches_a_template_that_reads_it(api: Api, tmp_path: P
     assert (await api.call("POST", "/v1/responses", json=asked))[0] == 200  # Qwen 3's template reads none
     async with serve_api(tmp_path / "harmony", tokens=with_template(GPT_OSS), context=1024) as harmony:
         assert (await harmony.call("POST", "/v1/responses", json=asked))[0] == 200
-        assert "Reasoning: high" in await prompt(harmony)
+        assert "Reasoning: high" in await harmony.last_prompt()
 
 
 async def test_fields_of_vllm_reach_the_chat(api: Api) -> None:
     chat = {"chat_template_kwargs": {"enable_thinking": False}, "stop": "four", "cache_salt": "mine"}
     for asked in (chat, {"reasoning": {"effort": "none"}}):
         assert (await api.call("POST", "/v1/responses", json={"input": "x"} | asked))[0] == 200
-        assert (await prompt(api)).endswith("<think>\n\n</think>\n\n")
+        assert (await api.last_prompt()).endswith("<think>\n\n</think>\n\n")
     _, answer = await api.call("POST", "/v1/responses", json={"input": "x"} | chat)
     assert "four" not in answer["output"][-1]["content"][0]["text"]
     forced = {"input": "x", "structured_outputs": {"choice": ["one"]}}
@@ -297,13 +291,13 @@ async def test_a_conversation_goes_on_from_a_stored_response(api: Api, client: A
     api.reply = tokenizer().encode("It is dry.", add_special=False)
     second = await ask(input=outputs, previous_response_id=first.id)
     third = await ask(input="And now?", previous_response_id=second.id, instructions="Be brief.")
-    continued = await prompt(api)
+    continued = await api.last_prompt()
     assert (third.previous_response_id, third.instructions) == (second.id, "Be brief.")
     user: Any = [{"role": "user", "content": text} for text in ("Rain?", "And now?")]
     items: Any = [user[0], *first.output, *outputs, *second.output, user[1]]
     asked: Any = {"model": "fake", "input": items, "instructions": "Be brief.", "tools": [WEATHER]}
     await client.responses.create(**asked, store=False)
-    assert await prompt(api) == continued
+    assert await api.last_prompt() == continued
     listed = [item async for item in client.responses.input_items.list(third.id, order="asc", limit=2)]
     kinds = ["message", "reasoning", "message", *["function_call"] * 2, *["function_call_output"] * 2, "message"]
     assert [item.type for item in listed] == [*kinds, "message"]
@@ -327,9 +321,9 @@ async def test_items_of_stored_responses_are_sent_as_references(api: Api, client
     references = [{"type": "item_reference", "id": item.id} for item in first.output]
     asked: Any = tools | {"input": [question, *references, *outputs]}
     second = await (streamed(client, **asked) if stream else client.responses.create(**asked))
-    referred = await prompt(api)
+    referred = await api.last_prompt()
     await client.responses.create(**tools, input=[question, *first.output, *outputs], store=False)
-    assert await prompt(api) == referred
+    assert await api.last_prompt() == referred
     await client.responses.delete(first.id)
     listed = [item.id async for item in client.responses.input_items.list(second.id, order="asc")]
     assert listed[1:-2] == [item.id for item in first.output]

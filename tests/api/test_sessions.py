@@ -34,10 +34,9 @@ async def step(api: Api, session: str) -> float:
 async def refused(
     api: Api, status: int, code: str, method: str, path: str, field: str | None = None, **body: object
 ) -> None:
-    found, answer = await api.call(method, path, **body)
-    assert (found, answer["error"]["code"]) == (status, code)
+    error = await api.error(status, code, method, path, **body)
     if field is not None:
-        assert answer["error"]["field"] == field, answer
+        assert error["field"] == field, error
 
 
 async def test_a_session_is_trained_saved_published_and_closed(tmp_path: Path) -> None:

@@ -279,14 +279,9 @@ async def client(qwen: Api) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def says(api: Api, text: str) -> None:
-    """The engine answers so, and stops."""
-    api.reply = [*tokenizer().encode(text, add_special=False), 0]
-
-
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_openai_client_reads_calls_and_reasoning(qwen: Api, client: AsyncOpenAI) -> None:
-    says(qwen, SAID)
+    qwen.says(SAID)
     done = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, n=2)
     for choice in done.choices:
         message = choice.message
@@ -304,7 +299,7 @@ async def test_the_openai_client_reads_calls_and_reasoning(qwen: Api, client: As
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_openai_client_reads_streamed_calls(qwen: Api, client: AsyncOpenAI) -> None:
-    says(qwen, SAID)
+    qwen.says(SAID)
     stream = client.chat.completions.stream(model="fake", messages=CHAT, tools=TOOLS)
     reasoning = ""
     async with stream as events:
@@ -324,7 +319,7 @@ async def test_the_openai_client_reads_streamed_calls(qwen: Api, client: AsyncOp
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_a_request_asks_of_its_calls(qwen: Api, client: AsyncOpenAI) -> None:
-    says(qwen, f"Hm.\n</think>\n\n{HERMES}{HERMES}")
+    qwen.says(f"Hm.\n</think>\n\n{HERMES}{HERMES}")
     one = await client.chat.completions.create(
         model="fake", messages=CHAT, tools=TOOLS, parallel_tool_calls=False, tool_choice="auto"
     )
@@ -336,7 +331,7 @@ async def test_what_a_request_asks_of_its_calls(qwen: Api, client: AsyncOpenAI) 
         plain = await client.chat.completions.create(model="fake", messages=CHAT, extra_body=asked)
         assert (plain.choices[0].message.content, plain.choices[0].finish_reason) == (HERMES * 2, "stop")
         assert plain.choices[0].message.tool_calls is None
-    says(qwen, LLAMA3)
+    qwen.says(LLAMA3)
     schema: Any = {"type": "json_object"}
     whole = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS, response_format=schema)
     assert whole.choices[0].message.content == LLAMA3  # a constrained text has no reasoning, though the prompt opens it
@@ -348,7 +343,7 @@ async def test_with_a_format_the_model_calls_a_tool_or_answers_in_it(qwen: Api, 
     asked: Any = {"messages": CHAT, "tools": TOOLS, "response_format": {"type": "json_object"}}
     quoted = json.dumps({"said": HERMES})
     for said, content, calls in ((HERMES, "", 1), (HERMES * 2, "", 2), (quoted, quoted, 0), ("{", "{", 0)):
-        says(qwen, said)
+        qwen.says(said)
         whole = await client.chat.completions.create(model="fake", **asked)
         message = whole.choices[0].message
         assert (message.content or "", len(message.tool_calls or [])) == (content, calls)
@@ -459,7 +454,7 @@ async def test_the_model_sees_allowed_tools_alone(tmp_path: Path, responses: boo
 
 async def test_the_setting_goes_before_the_template(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(PHI_3), context=4096, tool_parser="mistral") as api:
-        says(api, NEW_MISTRAL)
+        api.says(NEW_MISTRAL)
         _, done = await api.call("POST", "/v1/chat/completions", json={"messages": CHAT, "tools": TOOLS})
     (call,) = done["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": WEATHER}
@@ -479,7 +474,7 @@ async def test_tools_that_the_template_leaves_out_are_refused(tmp_path: Path) ->
 
 async def test_channels_and_effort(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(GPT_OSS), context=4096) as api:
-        says(api, f"<|channel|>analysis<|message|>Hm.<|end|>{NEXT}{HARMONY}")
+        api.says(f"<|channel|>analysis<|message|>Hm.<|end|>{NEXT}{HARMONY}")
         asked: Any = {"messages": CHAT, "tools": TOOLS, "reasoning_effort": "high"}
         _, done = await api.call("POST", "/v1/chat/completions", json=asked)
         (sent,) = await api.engine.saw(Generate)
@@ -498,6 +493,6 @@ async def test_an_effort_that_no_template_reads_is_taken_and_none_turns_thinking
     for effort in ("high", "none", None):
         asked: Any = {"messages": CHAT, "reasoning_effort": effort}
         await qwen.answered(200, "POST", "/v1/chat/completions", json=asked)
-        prompts[effort] = tokenizer().decode((await qwen.last_request()).prompt, skip_special=False)
+        prompts[effort] = await qwen.last_prompt()
     assert prompts["high"] == prompts[None] and "</think>" not in prompts[None]
     assert prompts["none"].split()[-2:] == ["<think>", "</think>"]

@@ -122,8 +122,7 @@ async def test_a_locked_registry_loses_no_change_and_keeps_the_order(api: Api) -
     api.engine.go_jobs.set()
     await written.wait()
 
-    status, body = await api.call("POST", "/finetune", json=JOB)
-    assert (status, body["error"]["code"]) == (503, "storage_busy")
+    await api.error(503, "storage_busy", "POST", "/finetune", json=JOB)
     assert (await api.call("GET", f"/finetune/{job['id']}"))[1]["state"] == "running"
     _, health = await api.call("GET", "/health")
     assert any("job" in note and "tried again" in note for note in health["notes"]), health["notes"]

@@ -101,9 +101,23 @@ class Api:
         client: AsyncOpenAI = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
         return client
 
+    @property
+    def root(self) -> Path:
+        """The daemon's `data_root`, which it has."""
+        assert self.config.data_root is not None
+        return self.config.data_root
+
+    def says(self, text: str) -> None:
+        """The engine answers so from now on, and stops."""
+        self.reply = [*tokenizer().encode(text, add_special=False), 0]
+
     async def last_request(self) -> Generate:
         """The last one that the engine has got."""
         return (await self.engine.saw(Generate))[-1]
+
+    async def last_prompt(self) -> str:
+        """That of `last_request`, as a text with its special tokens."""
+        return tokenizer().decode((await self.last_request()).prompt, skip_special=False)
 
     async def settled(self) -> None:
         """Until all that the engine has told is written down and done: a job's end is announced before its files go."""
@@ -133,12 +147,17 @@ class Api:
                 statuses = {route.status, *route.statuses}
                 assert response.status in statuses, f"{method} {route.path} describes no {response.status}"
 
+    async def error(self, status: int, code: str, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """The error of the answer, which has that status and code."""
+        body = await self.answered(status, method, path, **kwargs)
+        found: dict[str, Any] = body["error"]
+        assert found["code"] == code, body
+        return found
+
     async def refused(self, status: int, code: str, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """The request is refused so, and the next good one is answered."""
-        body = await self.answered(status, method, path, **kwargs)
-        assert body["error"]["code"] == code, body
+        found = await self.error(status, code, method, path, **kwargs)
         await self.works()
-        found: dict[str, Any] = body["error"]
         return found
 
     async def works(self) -> None:

@@ -210,8 +210,7 @@ async def test_a_client_that_leaves_ends_the_work_on_its_corpus(
 async def test_rows_that_the_disk_does_not_take_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "decode_corpus", tasks.full_disk)
     async with serve_api(tmp_path / "data") as api:
-        status, body = await api.call("POST", "/finetune", json={"adapter": "poet", "data": ROWS[:3000]})
-        assert (status, body["error"]["code"]) == (507, "storage_full")
+        await api.error(507, "storage_full", "POST", "/finetune", json={"adapter": "poet", "data": ROWS[:3000]})
         assert list(api.folder.staging.iterdir()) == []
 
 
