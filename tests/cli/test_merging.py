@@ -71,9 +71,9 @@ def test_a_merged_base_answers_as_the_base_with_its_adapter(
     assert isinstance(again.exception, FileExistsError) and "exists already" in str(again.exception)
 
 
-@pytest.mark.parametrize("ends", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["q_proj", "embed_tokens", "lm_head"]])
 def test_lora_of_an_embedding_or_head_that_share_a_weight_changes_its_own_side(
-    ends: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    targets: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     change, expected = list[torch.Tensor](), list[torch.Tensor]()
@@ -82,7 +82,7 @@ def test_lora_of_an_embedding_or_head_that_share_a_weight_changes_its_own_side(
         plain = alone(base, tokens_of(9))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected.append(alone(save_peft(base, folder, target_modules=["q_proj", *ends]), tokens_of(9)))
+            expected.append(alone(save_peft(base, folder, target_modules=targets), tokens_of(9)))
         change.append(expected[0] - plain)
         return folder
 

@@ -74,14 +74,16 @@ def check_decoder(decoder: str) -> None:
 def rename_decoder(folder: Path, decoder: str) -> None:
     """Rewrite the PEFT files of an adapter for a model whose decoder has another path, such as `model.language_model`.
 
-    A cartridge's files name no modules and stay as they are. Raises `UnsupportedAdapter` if the adapter's own decoder
-    has none of the known paths.
+    Files that name no module in a decoder, of a cartridge or of LoRA of the head alone, stay as they are. Raises
+    `UnsupportedAdapter` if the adapter's own decoder has none of the known paths.
     """
     new = f"{decoder}."
     with TensorFile(folder, ADAPTER_WEIGHTS) as file:
-        if not any(name.startswith(PEFT_PREFIX) for name in file.entries):
+        head = f"{PEFT_PREFIX}lm_head."
+        inside = [name for name in file.entries if name.startswith(PEFT_PREFIX) and not name.startswith(head)]
+        if not inside:
             return
-        old = _decoder_of(file.entries)
+        old = _decoder_of(inside)
         start = min(entry.start for entry in file.entries.values())
         header: dict[str, object] = {"__metadata__": file.metadata} if file.metadata else {}
         for name, entry in file.entries.items():
@@ -116,7 +118,7 @@ def rename_decoder(folder: Path, decoder: str) -> None:
 def _decoder_of(names: Iterable[str]) -> str:
     for name in names:
         for decoder in _DECODERS:
-            if name.startswith(f"{PEFT_PREFIX}{decoder}layers."):
+            if name.startswith((f"{PEFT_PREFIX}{decoder}layers.", f"{PEFT_PREFIX}{decoder}embed_tokens.")):
                 return decoder
     raise UnsupportedAdapter(f"expected modules of one of {', '.join(f'{one}layers' for one in _DECODERS)}")
 
