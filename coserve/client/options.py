@@ -303,7 +303,8 @@ def adapter_upload(name: str, source: Path) -> Upload:
         raise InvalidRequest(f"expected a folder of PEFT files or an archive, {got}", field="folder")
     for file in ADAPTER_FILES:
         if not (source / file).is_file():
-            raise InvalidRequest(f"expected a file {file!r} in the folder, got none", field="folder")
+            got = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
+            raise InvalidRequest(f"expected a file {file!r} in the folder, got {got[:300]}", field="folder")
     return Upload(settings, tuple((file, source / file) for file in ADAPTER_FILES))
 
 

@@ -223,6 +223,17 @@ async def test_adapters(tmp_path: Path) -> None:
     assert [request.path for request in daemon.requests[4:]] == ["/adapters/a", "/adapters/a%2F..%2Fb%3Fc"]
 
 
+async def test_a_folder_without_peft_files_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    daemon = Daemon()
+    with pytest.raises(InvalidRequest, match="got nothing"):
+        await daemon.client.import_adapter("a", tmp_path)
+    for name in ("checkpoint-20", "checkpoint-100"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(InvalidRequest, match="'adapter_config.json' in the folder, got checkpoint-100, checkpoint-20"):
+        await daemon.client.import_adapter("a", tmp_path)
+    assert daemon.requests == []
+
+
 async def test_adapters_come_from_archives_and_urls(tmp_path: Path) -> None:
     """A URL is read here, by fsspec."""
     from fsspec.implementations.memory import MemoryFileSystem
