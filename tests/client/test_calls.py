@@ -229,7 +229,7 @@ async def test_a_folder_without_peft_files_is_refused_with_what_it_holds(tmp_pat
         await daemon.client.import_adapter("a", tmp_path)
     for name in ("checkpoint-20", "checkpoint-100"):
         (tmp_path / name).mkdir()
-    with pytest.raises(InvalidRequest, match="'adapter_config.json' in the folder, got checkpoint-100, checkpoint-20"):
+    with pytest.raises(InvalidRequest, match=r"'adapter_config.json' in the folder, got checkpoint-100, checkpoint-20"):
         await daemon.client.import_adapter("a", tmp_path)
     assert daemon.requests == []
 
