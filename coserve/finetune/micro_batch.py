@@ -35,7 +35,6 @@ from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.layers.interface import LayerPass, LayerTensors
 from coserve.finetune.losses import chunked
-from coserve.finetune.losses.labelled import Labelled
 from coserve.finetune.losses.loss import NLL, Loss
 from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
 from coserve.finetune.packed_rows import EmbeddingNoise, PackedRows, add_noise
@@ -121,8 +120,8 @@ class MicroBatchRunner:
         """Add the gradient of each job's summed loss to `grads`. Returns each job's sums (fp64, (J, 2)): the loss in
         nats, and how many targets are predicted correctly (`losses.formulas.negative_log_likelihood_`).
 
-        A `loss` other than the NLL is of one job only. That of pairs has the sums of `losses.chunked.Preference` (fp64,
-        (1, 5)); with one of tokens, log-probabilities follow the sums (`losses.chunked.TokenFunction`).
+        A `loss` other than the NLL is of one job only. A preference loss has the sums of `losses.chunked.Preference`;
+        with one of tokens, log-probabilities follow the sums (`losses.chunked.TokenFunction`).
 
         `trainable[i]`: tensors of `lora` at layer i's sites, of all jobs, requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sums are not divided by the number of targets, so
@@ -204,6 +203,7 @@ class MicroBatchRunner:
                     return own.head(taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K)
 
             return chunked.Divergence(rows, taught, shard)
+        likelihoods_Q2: Tensor | None = None
         if isinstance(loss.preference, DpoLoss | KtoLoss):
             h_1TD = yield from self._hidden(inputs, reference, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
             likelihood = chunked.Likelihood(rows, rows.sequence_targets, shard)
@@ -213,11 +213,8 @@ class MicroBatchRunner:
                 self._head(h_1TD, inputs, chunk, likelihood, None, own)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
             likelihoods_Q2 = likelihood.finish(None)
-            if isinstance(loss.preference, KtoLoss):
-                return Labelled(rows, likelihoods_Q2, loss.preference, shard)
-            return chunked.Preference(rows, likelihoods_Q2, loss.preference, shard)
         if loss.preference is not None:
-            return chunked.Preference(rows, None, loss.preference, shard)
+            return chunked.Preference(rows, likelihoods_Q2, loss.preference, shard)
         if loss.tokens is not None:
             return (chunked.SoftTargets if rows.labels_K.ndim > 1 else chunked.TokenFunction)(rows, loss.tokens, shard)
         return chunked.Likelihood(rows, rows.job_targets, shard)

@@ -25,8 +25,8 @@ from coserve.data.corpus.rows import ChatRow, CompletionRow, LabelledRow, TextRo
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.finetune.losses.labelled import labelled_loss
 from coserve.finetune.losses.loss import CrossEntropy, Loss
+from coserve.finetune.losses.preferences import labelled_loss
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coserve
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import DpoLoss, OrpoLoss, PreferenceLoss, SimpoLoss, TrainingSettings
-from coserve.finetune.losses.chunked import preference_loss
 from coserve.finetune.losses.loss import Loss
+from coserve.finetune.losses.preferences import pair_loss
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
@@ -82,7 +82,7 @@ def test_dpo_losses_are_trls(name: Any, smoothing: float, trl_trainer: Any) -> N
     )
     loss.backward()
 
-    sums, slopes_P2 = preference_loss(
+    sums, slopes_P2 = pair_loss(
         by_pairs(-logps.detach().sum(1)),
         by_pairs(-reference),
         by_pairs(mask.sum(1)),
@@ -99,7 +99,7 @@ def test_label_smoothing_and_the_chosen_answers_likelihood() -> None:
     p, ref, counts = by_pairs(logps.sum(1)), by_pairs(reference), by_pairs(mask.sum(1))
     margin = 0.3 * ((p - ref)[:, 0] - (p - ref)[:, 1])
     expected = -(0.9 * margin.sigmoid().log() + 0.1 * (-margin).sigmoid().log()) - 0.5 * p[:, 0] / counts[:, 0]
-    sums, _ = preference_loss(-p, -ref, counts, DpoLoss(beta=0.3, label_smoothing=0.1, sft_weight=0.5))
+    sums, _ = pair_loss(-p, -ref, counts, DpoLoss(beta=0.3, label_smoothing=0.1, sft_weight=0.5))
     torch.testing.assert_close(sums[0], expected.sum())
 
 
@@ -113,7 +113,7 @@ def test_orpo_and_simpo_are_trls() -> None:
     mean = (p / counts).float()
     here = SimpleNamespace(device=torch.device("cpu"))
     ratio, *rewards, _, _ = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.3, accelerator=here), *mean.unbind(1))
-    sums, slopes = preference_loss(-p, torch.zeros_like(p), counts, OrpoLoss(beta=0.3))
+    sums, slopes = pair_loss(-p, torch.zeros_like(p), counts, OrpoLoss(beta=0.3))
     torch.testing.assert_close(sums[0].float(), (-mean[:, 0] - ratio).sum(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(sums[1:3].float(), torch.stack(rewards).sum(1), rtol=1e-4, atol=1e-5)
     assert (slopes[:, 0] > 0).all() and (slopes[:, 1] < 0).all(), "the chosen answer's likelihood rises"
@@ -122,7 +122,7 @@ def test_orpo_and_simpo_are_trls() -> None:
         beta=2.0, simpo_gamma=0.5, label_smoothing=0.0, alpha=0.0, loss_type="simpo", accelerator=here
     )
     losses, *rewards = CPOTrainer.cpo_loss(trainer, *mean.unbind(1))
-    sums, _ = preference_loss(-p, torch.zeros_like(p), counts, SimpoLoss(beta=2.0, gamma=0.5))
+    sums, _ = pair_loss(-p, torch.zeros_like(p), counts, SimpoLoss(beta=2.0, gamma=0.5))
     torch.testing.assert_close(sums[0].float(), losses.sum(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(sums[1:3].float(), torch.stack(rewards).sum(1), rtol=1e-4, atol=1e-5)
 
@@ -131,9 +131,9 @@ def test_orpo_and_simpo_are_trls() -> None:
 def test_orpo_of_answers_that_are_certain_is_finite(nlls: tuple[float, float]) -> None:
     """In fp32 a token's likelihood is 1 from a logit of 17 above all others on: then the odds are infinite."""
     nll_P2, counts = torch.tensor([nlls, (5.0, 6.0)], dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
-    sums, slopes = preference_loss(nll_P2, torch.zeros_like(nll_P2), counts, OrpoLoss())
+    sums, slopes = pair_loss(nll_P2, torch.zeros_like(nll_P2), counts, OrpoLoss())
     assert sums.isfinite().all() and slopes.isfinite().all()
-    alone, slopes_alone = preference_loss(nll_P2[1:], torch.zeros(1, 2), counts[1:], OrpoLoss())
+    alone, slopes_alone = pair_loss(nll_P2[1:], torch.zeros(1, 2), counts[1:], OrpoLoss())
     assert sums[0] >= alone[0] and torch.equal(slopes[1:], slopes_alone)
     assert slopes[0, 0] >= 1, "the chosen answer is still learned"
 

@@ -1,24 +1,22 @@
 """The loss of a micro-batch and its count of correct predictions, computed from target logits chunk by chunk: the
 logits of all targets are never in memory at once.
 
-Letters: T packed tokens, D hidden, V vocabulary, K targets, C candidates of a target, J jobs, Q sequences, P pairs. The
-columns of (P, 2) are the chosen and the rejected answer.
+Letters: T packed tokens, D hidden, V vocabulary, K targets, C candidates of a target, J jobs, Q sequences.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from coserve.core.training.settings import DpoLoss, OrpoLoss, PairLoss, SimpoLoss
+from coserve.core.training.settings import KtoLoss, PreferenceLoss
 from coserve.finetune.losses.formulas import divergence_, negative_log_likelihood_, soft_cross_entropy_
 from coserve.finetune.losses.loss import TokenLoss
+from coserve.finetune.losses.preferences import labelled_loss, pair_loss
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.gpu.device import to_device
 from coserve.model.parallel.vocabulary import VocabularyShard
@@ -91,8 +89,9 @@ class Divergence:
 
 
 class Preference(Likelihood):
-    """Loss of one job's pairs. Result: fp64 (1, 5): the loss, how many targets are predicted correctly, and the three
-    other sums of `preference_loss`.
+    """Loss of one job's sequences that depends on whole answers: of pairs, or of answers with a label (KTO). Result:
+    fp64 (1, 5 or 6): the loss, how many targets are predicted correctly (without mismatched answers), and the other
+    sums of `pair_loss` or `labelled_loss`.
 
     A token's logits depend only on its own hidden state. So the gradient of the loss with respect to that state is the
     NLL's gradient times the derivative of the loss with respect to the NLL of the token's sequence. The head is
@@ -100,22 +99,27 @@ class Preference(Likelihood):
     """
 
     def __init__(
-        self, rows: PackedRows, reference_Q2: Tensor | None, loss: PairLoss, shard: VocabularyShard | None
+        self, rows: PackedRows, reference_Q2: Tensor | None, loss: PreferenceLoss, shard: VocabularyShard | None
     ) -> None:
         """`reference_Q2`: the sequences' `Likelihood` result under the reference model; None for a loss without."""
         super().__init__(rows, rows.sequence_targets, shard)
-        self._sequences_T, self._reference_Q2, self._loss = rows.sequences_T, reference_Q2, loss
+        self._rows, self._reference_Q2, self._loss = rows, reference_Q2, loss
 
     def finish(self, gradient_1TD: Tensor | None) -> Tensor:
-        found_Q2 = super().finish(None)
-        reference_Q2 = torch.zeros_like(found_Q2) if self._reference_Q2 is None else self._reference_Q2
-        nll_P2, reference_nll_P2 = found_Q2[:, 0].view(-1, 2), reference_Q2[:, 0].view(-1, 2)
-        targets_P2 = to_device(torch.tensor(self._groups, dtype=torch.float64), nll_P2.device).view(-1, 2)
-        sums, slopes_P2 = preference_loss(nll_P2, reference_nll_P2, targets_P2, self._loss)
+        nll_Q, correct_Q = super().finish(None).unbind(1)
+        reference_Q = torch.zeros_like(nll_Q) if self._reference_Q2 is None else self._reference_Q2[:, 0]
+        if isinstance(self._loss, KtoLoss):
+            signs_Q = to_device(torch.tensor(self._rows.signs, dtype=torch.float64), nll_Q.device)
+            sums, slopes_Q = labelled_loss(nll_Q, reference_Q, signs_Q, self._loss)
+            correct_Q = correct_Q * signs_Q.abs()
+        else:
+            targets_Q = to_device(torch.tensor(self._groups, dtype=torch.float64), nll_Q.device)
+            nll_P2, reference_P2, targets_P2 = (each_Q.view(-1, 2) for each_Q in (nll_Q, reference_Q, targets_Q))
+            sums, slopes_Q = pair_loss(nll_P2, reference_P2, targets_P2, self._loss)
         if gradient_1TD is not None:
-            assert self._sequences_T is not None, "expected rows of pairs"
-            gradient_1TD *= slopes_P2.view(-1).float()[self._sequences_T, None]
-        return torch.cat((sums[:1], found_Q2[:, 1].sum(0, keepdim=True), sums[1:]))[None]
+            assert self._rows.sequences_T is not None, "expected rows of pairs, or with a label"
+            gradient_1TD *= slopes_Q.view(-1).float()[self._rows.sequences_T, None]
+        return torch.cat((sums[:1], correct_Q.sum(0, keepdim=True), sums[1:]))[None]
 
 
 class TokenFunction(Likelihood):
@@ -164,93 +168,3 @@ class SoftTargets(TokenFunction):
 def _unfilled(rows: PackedRows) -> Tensor:
     """fp64 (K, 2): buffer for each target's loss and whether it is predicted correctly."""
     return torch.empty(rows.targets, 2, dtype=torch.float64, device=rows.keep_K.device)
-
-
-EXO_SMOOTHING = 1e-3
-"""Label smoothing of `exo_pair` where none is given, as in TRL: the formula has its logarithm."""
-LARGEST_MEAN = -(2.0**-24)
-"""Mean log-probability of an answer above which ORPO's odds are constant: that of the largest fp32 probability below 1.
-At 0 the odds are infinite, and their gradient is NaN."""
-
-
-def preference_loss(
-    nll_P2: Tensor, reference_nll_P2: Tensor, targets_P2: Tensor, loss: PairLoss
-) -> tuple[Tensor, Tensor]:
-    """Return a preference loss and its gradient. Inputs (fp64): each answer's negative log-likelihood, summed over its
-    targets, under the model and under the reference (read by a `DpoLoss` alone), and its number of targets.
-
-    Returns sums over the pairs (fp64, (4)): the loss, the rewards of the chosen and of the rejected answers, and how
-    many pairs have the larger reward for the chosen one; and the gradient of the first with respect to `nll_P2` (P, 2).
-    """
-    with torch.enable_grad():
-        logp_P2 = (-nll_P2).requires_grad_()
-        mean_P2 = logp_P2 / targets_P2
-        match loss:
-            case DpoLoss():
-                ratios_P2 = logp_P2 + reference_nll_P2
-                rewards_P2 = loss.beta * ratios_P2
-                loss_P = _dpo(loss, ratios_P2, reference_nll_P2, targets_P2) - loss.sft_weight * mean_P2[:, 0]
-            case OrpoLoss():
-                rewards_P2 = loss.beta * mean_P2
-                below_one_P2 = mean_P2.clamp(max=LARGEST_MEAN)
-                log_odds_P2 = below_one_P2 - torch.log1p(-below_one_P2.exp())
-                loss_P = -mean_P2[:, 0] - loss.beta * logsigmoid(_margin(log_odds_P2))
-            case SimpoLoss():
-                rewards_P2 = loss.beta * mean_P2
-                loss_P = -logsigmoid(_margin(rewards_P2) - loss.gamma) - loss.sft_weight * mean_P2[:, 0]
-            case _:
-                assert_never(loss)
-        total = loss_P.sum()
-    rewards_P2 = rewards_P2.detach()
-    wins = (_margin(rewards_P2) > 0).sum().double()
-    sums = torch.stack((total.detach(), *rewards_P2.sum(0).unbind(), wins))
-    return sums, -torch.autograd.grad(total, logp_P2)[0]
-
-
-def _margin(x_P2: Tensor) -> Tensor:
-    return x_P2[:, 0] - x_P2[:, 1]
-
-
-def _dpo(loss: DpoLoss, ratios_P2: Tensor, reference_nll_P2: Tensor, targets_P2: Tensor) -> Tensor:
-    """Return the loss of each pair (P). `ratios_P2`: log(pi / pi_ref) of each answer. Names and formulas are those of
-    TRL's `DPOConfig.loss_type`, which names the papers."""
-    beta, smoothing = loss.beta, loss.label_smoothing
-    rewards_P2 = beta * ratios_P2
-    chosen_P, rejected_P = rewards_P2.unbind(1)
-    margin_P = chosen_P - rejected_P
-    match loss.loss_type:
-        case "sigmoid" | "aot" | "aot_unpaired":
-            if loss.loss_type == "aot":
-                own_P, reference_P = _margin(ratios_P2 - reference_nll_P2), _margin(-reference_nll_P2)
-                margin_P = beta * (own_P.sort().values - reference_P.sort().values)
-            elif loss.loss_type == "aot_unpaired":
-                margin_P = chosen_P.sort().values - rejected_P.sort().values
-            return -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
-        case "robust":
-            unbiased_P = (1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
-            return -unbiased_P / (1 - 2 * smoothing)
-        case "hinge":
-            return torch.relu(1 - margin_P)
-        case "ipo":
-            return (_margin(ratios_P2 / targets_P2) - 1 / (2 * beta)).square()
-        case "sigmoid_norm":
-            return -logsigmoid(_margin(rewards_P2 / targets_P2))
-        case "exo_pair":
-            flipped = smoothing or EXO_SMOOTHING
-            won_P, lost_P = logsigmoid(margin_P), logsigmoid(-margin_P)
-            return won_P.exp() * (won_P - math.log1p(-flipped)) + lost_P.exp() * (lost_P - math.log(flipped))
-        case "nca_pair":
-            return -logsigmoid(chosen_P) - 0.5 * (logsigmoid(-chosen_P) + logsigmoid(-rejected_P))
-        case "bco_pair":
-            return -logsigmoid(chosen_P) - logsigmoid(-rejected_P)
-        case "sppo_hard":
-            return (ratios_P2[:, 0] - 0.5 / beta).square() + (ratios_P2[:, 1] + 0.5 / beta).square()
-        case "apo_zero":
-            return torch.sigmoid(-chosen_P) + torch.sigmoid(rejected_P)
-        case "discopop":
-            mixed_P = torch.sigmoid(margin_P / loss.discopop_tau)
-            return -(1 - mixed_P) * logsigmoid(margin_P) + mixed_P * torch.exp(-margin_P)
-        case "apo_down":
-            return torch.sigmoid(chosen_P) + torch.sigmoid(-margin_P)
-        case _:
-            assert_never(loss.loss_type)

@@ -121,8 +121,8 @@ class Loss:
 
     @property
     def sums(self) -> int:
-        """Number of sums of a forward: the loss and correct predictions, for pairs three more
-        (`losses.chunked.Preference`), for rows with a label four (`losses.labelled.Labelled`)."""
+        """Number of sums of a forward: the loss and correct predictions, for pairs three more, for rows with a label
+        four (`losses.chunked.Preference`)."""
         return 2 if self.preference is None else 6 if isinstance(self.preference, KtoLoss) else 5
 
     def check(self, batch: Batch, vocab: int) -> None:
