@@ -16,7 +16,7 @@ from coserve.core.types import LoraRequest
 from coserve.data.corpus import rows
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import CompletionRow, parse_row
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ EXAMPLES = re.findall(
 def test_a_row_is_rendered_and_learned_as_shown(format: str, row: str, rendered: str, learned: str) -> None:
     tokenizer = Tokenizer.load("bundled")
     losses = {"pairs": format == "preference", "labelled": format == "label"}
-    corpus = tokenize_rows(parse_jsonl(row.encode()), tokenizer, 1000, **losses)
+    corpus = tokenize_rows(parse_jsonl(row.encode()), tokenizer, Tokenization(1000, **losses))
     assert corpus.rows == 1
     sequences = corpus.sequences(0)
     texts = [tokenizer.decode(tokens.tolist(), skip_special=False) for tokens, _ in sequences]

@@ -47,7 +47,7 @@ from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import Row
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.finetune.init import new_adapter
@@ -130,7 +130,7 @@ def read_corpus() -> tuple[Corpus, int]:
         content = (resources.files("coserve") / "assets" / "corpora" / f"{name}.jsonl").read_bytes()
         for number, row in enumerate(parse_jsonl(content), start=1):
             (kept if number % HELD_OUT else held).append(row)
-    return tokenize_rows([*kept, *held], Tokenizer.load("bundled"), 1024), len(held)
+    return tokenize_rows([*kept, *held], Tokenizer.load("bundled"), Tokenization(1024)), len(held)
 
 
 def parameters(settings: LoraSettings, base: BaseSpec) -> int:

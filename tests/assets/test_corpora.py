@@ -8,7 +8,7 @@ import pytest
 
 import coserve
 from coserve.data.corpus.jsonl import parse_jsonl
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 ASSETS = Path(coserve.__file__).parent / "assets"
@@ -34,7 +34,7 @@ def test_one_corpus_for_every_form() -> None:
 def test_every_row_parses_and_has_something_to_learn(path: Path) -> None:
     parsed = list(parse_jsonl(path))
     assert len(parsed) == len(path.read_text().splitlines()) >= 8
-    corpus = tokenize_rows(parsed, Tokenizer.from_folder(ASSETS / "tiny"), 1024)
+    corpus = tokenize_rows(parsed, Tokenizer.from_folder(ASSETS / "tiny"), Tokenization(1024))
     assert corpus.rows == len(parsed) and corpus.rows_cut == 0
 
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from coserve.core.errors import MalformedRow
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import parse_row
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.pretrained.chat import ChatTemplate
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level, sentencepiece_like
@@ -89,7 +89,7 @@ def ours(template: str) -> Tokenizer:
 
 
 def learned(row: dict[str, Any], template: str, train_on: TrainOn | None) -> tuple[list[int], list[int]]:
-    corpus = tokenize_rows([parse_row(row, 1)], ours(template), 4096, train_on)
+    corpus = tokenize_rows([parse_row(row, 1)], ours(template), Tokenization(4096, train_on))
     return corpus.tokens.tolist(), corpus.target.tolist()
 
 
@@ -273,7 +273,7 @@ def test_a_turn_whose_end_is_no_token_of_its_own_is_refused() -> None:
     tokenizer = Tokenizer(backend, special_tokens={"eos_token": "<eos>"}, chat_template=template)
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy"}]}
     with pytest.raises(MalformedRow, match="the end of turn 'stop' to be a token of its own"):
-        tokenize_rows([parse_row(row, 1)], tokenizer, 64)
+        tokenize_rows([parse_row(row, 1)], tokenizer, Tokenization(64))
     row["messages"][1]["content"] = "Ahoy! "
-    corpus = tokenize_rows([parse_row(row, 1)], tokenizer, 64)
+    corpus = tokenize_rows([parse_row(row, 1)], tokenizer, Tokenization(64))
     assert backend.id_to_token(int(corpus.tokens[corpus.target == 1][-1])) == "stop"

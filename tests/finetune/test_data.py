@@ -20,7 +20,7 @@ from coserve.core.errors import (
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.limits import CorpusLimits
 from coserve.data.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row, parse_rows
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.finetuning import random_corpus
@@ -45,7 +45,7 @@ def whole(corpus: Corpus, tokenizer: Tokenizer, row: int = 0) -> str:
 
 
 def made(obj: object, tokenizer: Tokenizer = PLAIN, max_length: int = 1000) -> Corpus:
-    return tokenize_rows([parse_row(obj, 1)], tokenizer, max_length)
+    return tokenize_rows([parse_row(obj, 1)], tokenizer, Tokenization(max_length))
 
 
 def test_text_learns_all_but_the_first_token() -> None:
@@ -125,9 +125,11 @@ def test_long_rows_are_cut() -> None:
 def test_a_corpus_is_sound_however_it_is_cut(
     prompt: str, completion: str, max_length: int, tokenizer: Tokenizer
 ) -> None:
-    corpus = tokenize_rows([CompletionRow(1, prompt, completion), TextRow(2, "x" + prompt)], tokenizer, max_length)
+    corpus = tokenize_rows(
+        [CompletionRow(1, prompt, completion), TextRow(2, "x" + prompt)], tokenizer, Tokenization(max_length)
+    )
     assert corpus.is_valid() and corpus.lengths.max() <= max_length
-    whole_row = tokenize_rows([CompletionRow(1, prompt, completion)], tokenizer, 1000)
+    whole_row = tokenize_rows([CompletionRow(1, prompt, completion)], tokenizer, Tokenization(1000))
     if whole_row.lengths[0] <= max_length:
         assert corpus.row(0)[0].tolist() == whole_row.tokens.tolist()
         if prompt:
@@ -149,7 +151,7 @@ NOTHING = {
 def test_rows_without_targets_are_refused_with_their_line(obj: object) -> None:
     rows = parse_rows([{"text": "fine"}, obj])
     with pytest.raises(NoTargets, match="line 2: ") as refused:
-        tokenize_rows(rows, PLAIN, 100)
+        tokenize_rows(rows, PLAIN, Tokenization(100))
     assert refused.value.line == 2
 
 
@@ -163,13 +165,13 @@ CUT = (
 def test_a_chat_that_is_cut_before_its_answer_is_refused_for_that(one_row_per_answer: bool) -> None:
     rows = parse_rows([{"text": "fine"}, {"messages": [ASKED, ANSWERED]}])
     with pytest.raises(NoTargets, match=CUT):
-        tokenize_rows(rows, PLAIN, 10, one_row_per_answer=one_row_per_answer)
+        tokenize_rows(rows, PLAIN, Tokenization(10, one_row_per_answer=one_row_per_answer))
 
 
 def test_a_pair_that_is_cut_before_its_answers_is_refused_for_that() -> None:
     pair = {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED | {"content": "y"}]}
     with pytest.raises(NoTargets, match=CUT):
-        tokenize_rows([parse_row(pair, 2)], PLAIN, 10, pairs=True)
+        tokenize_rows([parse_row(pair, 2)], PLAIN, Tokenization(10, pairs=True))
 
 
 def test_a_long_chat_without_an_answer_to_learn_is_not_said_to_be_cut() -> None:
@@ -179,9 +181,9 @@ def test_a_long_chat_without_an_answer_to_learn_is_not_said_to_be_cut() -> None:
 
 def test_empty_corpora() -> None:
     with pytest.raises(EmptyCorpus):
-        tokenize_rows(parse_jsonl(b"\n \n"), PLAIN, 100)
+        tokenize_rows(parse_jsonl(b"\n \n"), PLAIN, Tokenization(100))
     with pytest.raises(InvalidRequest, match="at least 2"):
-        tokenize_rows([], PLAIN, 1)
+        tokenize_rows([], PLAIN, Tokenization(1))
 
 
 def test_chat_without_a_template_names_the_line() -> None:
@@ -376,7 +378,7 @@ def test_random_bytes_are_rows_or_refused(content: bytes) -> None:
 )
 def test_random_objects_are_rows_or_refused(obj: object) -> None:
     try:
-        tokenize_rows([parse_row(obj, 4)], PLAIN, 50)
+        tokenize_rows([parse_row(obj, 4)], PLAIN, Tokenization(50))
     except (MalformedRow, NoTargets) as error:
         assert error.line == 4
 

@@ -22,7 +22,7 @@ from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import json_lines
 from coserve.data.corpus.rows import ChatRow, CompletionRow, LabelledRow, TextRow, parse_row
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.finetune.losses.loss import CrossEntropy, Loss
@@ -52,7 +52,7 @@ def settings(**loss: Any) -> TrainingSettings:
 
 
 def tokenized(tokenizer: Tokenizer, *rows: dict[str, Any], max_length: int = 1000) -> Corpus:
-    corpus = tokenize_rows([parse_row(row, 7) for row in rows], tokenizer, max_length, labelled=True)
+    corpus = tokenize_rows([parse_row(row, 7) for row in rows], tokenizer, Tokenization(max_length, labelled=True))
     assert corpus.is_valid()
     return corpus
 
@@ -235,5 +235,5 @@ def test_a_staged_file_keeps_the_labels(form: str, tmp_path: Path, tokenizer: To
 )
 def test_rows_and_loss_belong_together(row: dict[str, Any], labelled: bool, says: str, tokenizer: Tokenizer) -> None:
     with pytest.raises(MalformedRow, match=says) as refused:
-        tokenize_rows([parse_row(row, 7)], tokenizer, 100, labelled=labelled)
+        tokenize_rows([parse_row(row, 7)], tokenizer, Tokenization(100, labelled=labelled))
     assert refused.value.line == 7

@@ -17,7 +17,7 @@ from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.limits import CorpusLimits
 from coserve.data.corpus.rows import TextRow
 from coserve.data.corpus.sources import Piece, PieceReader, PieceSizes, split_source
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.corpora import read_rows, stage
@@ -100,7 +100,7 @@ def test_parts_make_the_corpus_of_one_process(tmp_path: Path, size: int) -> None
     ]
     source.write_text("\n\n".join(map(json.dumps, rows)))
     staged = stage(source, target, tokenizer, 40, sizes=PieceSizes(bytes=size))
-    expected = tokenize_rows(parse_jsonl(source), tokenizer, 40)
+    expected = tokenize_rows(parse_jsonl(source), tokenizer, Tokenization(40))
     found = Corpus.load(target)
     for name in ("tokens", "target", "bounds"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))

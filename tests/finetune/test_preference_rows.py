@@ -13,7 +13,7 @@ from coserve.core.errors import MalformedRow, NoTargets
 from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.rows import ChatRow, PreferenceRow, parse_row
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.corpora import check_tables_of, stage
@@ -45,7 +45,7 @@ def shown(tokenizer: Tokenizer, corpus: Corpus, row: int = 0) -> list[tuple[str,
 
 
 def tokenized(tokenizer: Tokenizer, *rows: dict[str, Any], max_length: int = 1000) -> Corpus:
-    corpus = tokenize_rows([parse_row(row, 7) for row in rows], tokenizer, max_length, pairs=True)
+    corpus = tokenize_rows([parse_row(row, 7) for row in rows], tokenizer, Tokenization(max_length, pairs=True))
     assert corpus.is_valid()
     return corpus
 
@@ -141,7 +141,7 @@ def test_rows_that_are_none_are_refused_with_their_line(
 
 def test_pairs_are_refused_where_there_is_no_dpo_loss(tokenizer: Tokenizer) -> None:
     with pytest.raises(MalformedRow, match=r"training\.loss .* is missing"):
-        tokenize_rows([parse_row(TEXTS, 1)], tokenizer, 100)
+        tokenize_rows([parse_row(TEXTS, 1)], tokenizer, Tokenization(100))
 
 
 def test_a_staged_file_keeps_the_pairs(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from coserve.core.errors import MalformedRow, NoTargets
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import ChatRow, CompletionRow, parse_row
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 ROW: dict[str, Any] = {
@@ -30,7 +30,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 def shown(tokenizer: Tokenizer, row: dict[str, Any], train_on: TrainOn | None = None) -> tuple[str, str]:
     """The whole text, and what of it is a target."""
-    tokens, target = tokenize_rows([parse_row(row, 3)], tokenizer, 1000, train_on).row(0)
+    tokens, target = tokenize_rows([parse_row(row, 3)], tokenizer, Tokenization(1000, train_on)).row(0)
     whole, learned = tokens.tolist(), tokens[target.astype(np.bool_)].tolist()
     return tokenizer.decode(whole, skip_special=False), tokenizer.decode(learned, skip_special=False)
 

@@ -10,7 +10,7 @@ import pytest
 from coserve.core.errors import MalformedRow, NoTargets
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import parse_row
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.chat_templates import GPT_OSS, PHI_3, QWEN3, SHIPPED, SPECIALS
 from tests.support.tokenizers import byte_level
@@ -47,7 +47,9 @@ def rows(
     """Each tokenised row's text, and the runs of it that are learned."""
     theirs = tokenizer(template)
     pairs = "chosen" in row
-    corpus = tokenize_rows([parse_row(row, 3)], theirs, most, train_on, pairs=pairs, one_row_per_answer=split)
+    corpus = tokenize_rows(
+        [parse_row(row, 3)], theirs, Tokenization(most, train_on, pairs=pairs, one_row_per_answer=split)
+    )
     found = []
     for number in range(corpus.rows):
         tokens, target = corpus.row(number)
@@ -124,7 +126,7 @@ def test_reasoning_that_the_template_writes_anew_is_learned() -> None:
 
 def test_answers_beyond_the_longest_row_count_as_cut() -> None:
     most = len(tokenizer(GPT_OSS).encode(rows(GPT_OSS, CHAT, split=True)[0][0], add_special=False)) + 1
-    corpus = tokenize_rows([parse_row(CHAT, 1)], tokenizer(GPT_OSS), most, one_row_per_answer=True)
+    corpus = tokenize_rows([parse_row(CHAT, 1)], tokenizer(GPT_OSS), Tokenization(most, one_row_per_answer=True))
     assert (corpus.rows, corpus.rows_cut) == (1, 1)
     with pytest.raises(NoTargets, match="line 1"):
-        tokenize_rows([parse_row(CHAT, 1)], tokenizer(GPT_OSS), 4, one_row_per_answer=True)
+        tokenize_rows([parse_row(CHAT, 1)], tokenizer(GPT_OSS), Tokenization(4, one_row_per_answer=True))

@@ -16,8 +16,8 @@ from coserve.core.errors import InvalidRequest, MalformedRow, NoTargets, Unreada
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row
 from coserve.data.corpus.sources import Piece, is_jsonl
-from coserve.data.corpus.staging import Tokenization, tokenize_piece
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.staging import tokenize_piece
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.chat import ChatTemplate
 from coserve.data.pretrained.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ def test_without_pyarrow_the_command_that_installs_it_is_named(tmp_path: Path, m
 
 
 def learned(tokenizer: Tokenizer, row: dict[str, Any], train_on: TrainOn | None) -> str:
-    corpus = tokenize_rows([parse_row(row, 7)], tokenizer, 1000, train_on)
+    corpus = tokenize_rows([parse_row(row, 7)], tokenizer, Tokenization(1000, train_on))
     tokens, target = corpus.row(0)
     return tokenizer.decode(tokens[target.astype(np.bool_)].tolist(), skip_special=False)
 

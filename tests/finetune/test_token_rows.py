@@ -9,7 +9,7 @@ import pytest
 from coserve.core.errors import MalformedRow
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import parse_row
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level
@@ -18,7 +18,7 @@ PLAIN = Tokenizer(byte_level(), special_tokens={})
 
 
 def made(row: dict[str, Any], max_length: int = 1000, train_on: TrainOn | None = None) -> Corpus:
-    return tokenize_rows([parse_row(row, 1)], PLAIN, max_length, train_on)
+    return tokenize_rows([parse_row(row, 1)], PLAIN, Tokenization(max_length, train_on))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from coserve.core.errors import CorpusError
 from coserve.data.corpus.rows import Row, parse_row
 from coserve.data.corpus.sources import PIECES, PieceReader, PieceSizes, split_source
-from coserve.data.corpus.staging import StagedCorpus, Tokenization, join_parts, tokenize_piece
+from coserve.data.corpus.staging import StagedCorpus, join_parts, tokenize_piece
+from coserve.data.corpus.tokenize import Tokenization
 from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coserve.core.errors import InvalidRequest, MalformedRow, StorageFull
 from coserve.data.corpus.sources import Piece
-from coserve.data.corpus.staging import Tokenization
+from coserve.data.corpus.tokenize import Tokenization
 from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained import sandbox
 from coserve.data.pretrained.chat import ChatTemplate

@@ -26,12 +26,11 @@ from coserve.data.corpus.limits import LIMITS, CorpusLimits
 from coserve.data.corpus.staging import (
     CorpusPart,
     StagedCorpus,
-    Tokenization,
     join_parts,
     split_into_pieces,
     tokenize_piece,
 )
-from coserve.data.corpus.tokenize import NO_ROWS
+from coserve.data.corpus.tokenize import NO_ROWS, Tokenization
 from coserve.data.evaluation import Question, read_questions
 from coserve.data.offload.pool import HelperPool
 

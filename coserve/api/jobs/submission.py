@@ -46,8 +46,8 @@ from coserve.data.corpus.defaults import choose_training
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.limits import check_training, longest_row, micro_batch_limit
 from coserve.data.corpus.rows import ChatRow, LabelledRow, PreferenceRow, Row, parse_rows
-from coserve.data.corpus.staging import PendingCorpus, StagedCorpus, Tokenization
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.staging import PendingCorpus, StagedCorpus
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.encoder import encoded_tokens
 from coserve.data.documents.pending import PendingDocument
@@ -318,10 +318,7 @@ class Submission:
         if held is None and (isinstance(source, list) or await asyncio.to_thread(_small, source, columns)):
             rows = parse_rows(source, columns) if isinstance(source, list) else parse_jsonl(source, columns=columns)
             with suppress(_Chat):
-                kinds = {"pairs": pairs, "labelled": labelled}
-                return await asyncio.to_thread(
-                    tokenize_rows, _texts(rows), self._tokenizer, longest, asked.train_on, **kinds
-                )
+                return await asyncio.to_thread(tokenize_rows, _texts(rows), self._tokenizer, options)
         with suppress(CoserveError):  # rows that need the template will report the error
             await self._texts.read_template()
         async with AsyncExitStack() as stack:

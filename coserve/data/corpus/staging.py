@@ -10,7 +10,6 @@ import resource
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -21,12 +20,11 @@ import numpy.typing as npt
 from coserve.core.cancellation import unchecked
 from coserve.core.errors import UnreadableCorpus
 from coserve.core.processes import limited
-from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import as_json_lines
 from coserve.data.corpus.rows import Row
 from coserve.data.corpus.sources import Piece, PieceReader, split_source
-from coserve.data.corpus.tokenize import row_arrays
+from coserve.data.corpus.tokenize import Tokenization, row_arrays
 from coserve.data.corpus.tokenized import Corpus, file_digest, map_arrays
 from coserve.data.offload.protocol import TaskContext
 from coserve.state.durable import disk_errors, move_file
@@ -78,17 +76,6 @@ class Split(msgspec.Struct, frozen=True):
     unused: list[str]
 
 
-@dataclass(frozen=True)
-class Tokenization:
-    """Settings of tokenisation, as arguments of `tokenize_rows`. `max_length`: most tokens of a row."""
-
-    max_length: int
-    train_on: TrainOn | None = None
-    pairs: bool = False
-    labelled: bool = False
-    one_row_per_answer: bool = False
-
-
 class CorpusPart(msgspec.Struct, frozen=True):
     """A tokenised piece. `lines`: lines read, empty ones included; `unused`: columns that were not read."""
 
@@ -122,15 +109,7 @@ def tokenize_piece(
     with bounded_memory(memory):
         read, cut = Columns(columns), 0
         reader = PieceReader(piece, columns=read)
-        rows = row_arrays(
-            _with_progress(reader, context.progress),
-            context.tokenizer,
-            options.max_length,
-            options.train_on,
-            pairs=options.pairs,
-            labelled=options.labelled,
-            one_row_per_answer=options.one_row_per_answer,
-        )
+        rows = row_arrays(_with_progress(reader, context.progress), context.tokenizer, options)
         with CorpusWriter(Path(target)) as part:
             for row in rows:
                 part.add(row.tokens, row.target, row.split)

@@ -25,6 +25,21 @@ _OF_A_LOSS = {
 
 
 @dataclass(frozen=True)
+class Tokenization:
+    """How rows become tokens."""
+
+    max_length: int
+    """Most tokens of a row; of a pair, of each of its sequences."""
+    train_on: TrainOn | None = None
+    """See `TrainingRequest`, like `one_row_per_answer`."""
+    pairs: bool = False
+    """All rows are `PreferenceRow`s; False: none is."""
+    labelled: bool = False
+    """All rows are `LabelledRow`s; False: none is."""
+    one_row_per_answer: bool = False
+
+
+@dataclass(frozen=True)
 class TokenizedRow:
     """A tokenised row. `targets[i]`: token i contributes to the loss. `cut`: the row was truncated. `split`: tokens of
     a pair's first sequence. `undesirable`: its label is false."""
@@ -47,35 +62,21 @@ class RowArrays:
     split: int | None = None
 
 
-def tokenize_rows(
-    rows: Iterable[Row],
-    tokenizer: Tokenizer,
-    max_length: int,
-    train_on: TrainOn | None = None,
-    *,
-    pairs: bool = False,
-    labelled: bool = False,
-    one_row_per_answer: bool = False,
-) -> Corpus:
-    """Tokenise `rows` in order, each to at most `max_length` tokens.
+def tokenize_rows(rows: Iterable[Row], tokenizer: Tokenizer, options: Tokenization) -> Corpus:
+    """Tokenise `rows` in order.
 
     Targets (tokens that contribute to the loss): all tokens of a text; the completion's tokens of a prompt/completion;
-    the assistant's turns of a chat, with their end-of-turn tokens. Texts and completions end with EOS, which is also a
-    target. The first token of a row is never a target, because no token precedes it.
-
-    `train_on` chooses other targets: see `TrainingRequest.train_on`. `one_row_per_answer`: a chat becomes one row for
-    each answer to learn, with the chat up to it. `pairs`: all rows are `PreferenceRow`s (otherwise none is);
-    `labelled`: all are `LabelledRow`s. Each sequence of a pair has at most `max_length` tokens, and a text prompt is
-    cut alike in both.
+    the assistant's turns of a chat, with their end-of-turn tokens; others if `train_on` says so. Texts and completions
+    end with EOS, which is also a target. The first token of a row is never a target, because no token precedes it.
 
     Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so
-    that the completion stays whole; a completion loses its end only if that is not enough. With `one_row_per_answer`,
-    an answer that begins beyond `max_length` has no row, and the chat's last row counts as cut.
+    that the completion stays whole; a completion loses its end only if that is not enough; the prompt of a pair of
+    texts is cut alike in both. With `one_row_per_answer`, an answer that begins beyond `max_length` has no row, and the
+    chat's last row counts as cut.
 
     Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
     """
-    kinds = {"pairs": pairs, "labelled": labelled, "one_row_per_answer": one_row_per_answer}
-    rows_of_arrays = list(row_arrays(rows, tokenizer, max_length, train_on, **kinds))
+    rows_of_arrays = list(row_arrays(rows, tokenizer, options))
     if not rows_of_arrays:
         raise EmptyCorpus(NO_ROWS)
     bounds = np.cumsum([0, *(len(row.tokens) for row in rows_of_arrays)], dtype=np.int64)
@@ -83,28 +84,19 @@ def tokenize_rows(
         np.concatenate([row.tokens for row in rows_of_arrays]),
         np.concatenate([row.target for row in rows_of_arrays]),
         bounds,
-        bounds[:-1] + np.array([row.split for row in rows_of_arrays], np.int64) if pairs else None,
+        bounds[:-1] + np.array([row.split for row in rows_of_arrays], np.int64) if options.pairs else None,
         sum(row.cut for row in rows_of_arrays),
     )
 
 
-def row_arrays(
-    rows: Iterable[Row],
-    tokenizer: Tokenizer,
-    max_length: int,
-    train_on: TrainOn | None = None,
-    *,
-    pairs: bool = False,
-    labelled: bool = False,
-    one_row_per_answer: bool = False,
-) -> Iterator[RowArrays]:
+def row_arrays(rows: Iterable[Row], tokenizer: Tokenizer, options: Tokenization) -> Iterator[RowArrays]:
     """Yield the rows of `tokenize_rows` one at a time; there may be none."""
-    if max_length < 2:
-        raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
-    checked = _checked(rows, PreferenceRow if pairs else LabelledRow if labelled else None)
-    for row, tokenized in _tokenized_rows(checked, tokenizer, max_length, train_on, split=one_row_per_answer):
+    if options.max_length < 2:
+        raise InvalidRequest(f"expected at least 2, got {options.max_length}", field="training.max_length")
+    checked = _checked(rows, PreferenceRow if options.pairs else LabelledRow if options.labelled else None)
+    for row, tokenized in _tokenized_rows(checked, tokenizer, options):
         if not any(tokenized.targets):
-            raise NoTargets(_nothing_to_learn(row, tokenized, max_length), line=row.line)
+            raise NoTargets(_nothing_to_learn(row, tokenized, options.max_length), line=row.line)
         target = np.array(tokenized.targets, np.uint8) * (UNDESIRABLE if tokenized.undesirable else 1)
         yield RowArrays(np.array(tokenized.tokens, np.int32), target, tokenized.cut, tokenized.split)
 
@@ -134,9 +126,10 @@ def _checked(rows: Iterable[Row], kind: type[PreferenceRow | LabelledRow] | None
 
 
 def _tokenized_rows(
-    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None, *, split: bool
+    rows: Iterable[Row], tokenizer: Tokenizer, options: Tokenization
 ) -> Iterator[tuple[Row, TokenizedRow]]:
-    """Yield each tokenised row with the row it comes from. `split`: a chat becomes a row for each answer."""
+    """Yield each tokenised row with the row it comes from."""
+    max_length, train_on = options.max_length, options.train_on
     for row in rows:
         _check_targets(row, train_on)
         match row:
@@ -155,7 +148,7 @@ def _tokenized_rows(
             case ChatRow():
                 found = (
                     _answers(row, tokenizer, max_length, train_on)
-                    if split
+                    if options.one_row_per_answer
                     else [_chat(row, tokenizer, max_length, train_on)]
                 )
         for tokenized in found:

@@ -17,8 +17,7 @@ from coserve.core.errors import EmptyCorpus, HelperLost, MalformedRow, NoTargets
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.limits import CorpusLimits
 from coserve.data.corpus.sources import PIECES
-from coserve.data.corpus.staging import Tokenization
-from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.corpus.tokenize import Tokenization, tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.offload.pool import HelperPool
 from tests.support import tasks
@@ -62,7 +61,7 @@ async def test_several_processes_make_the_corpus_of_one(tmp_path: Path, pool: He
     staged = await CorpusPreparation(pool, tmp_path / "staging", 3, unlimited).tokenize(
         source, OPTIONS, lambda done, share: reports.append((done, share))
     )
-    expected, found = tokenize_rows(parse_jsonl(source), tokenizer(), 12), Corpus.load(Path(staged.path))
+    expected, found = tokenize_rows(parse_jsonl(source), tokenizer(), Tokenization(12)), Corpus.load(Path(staged.path))
     for name in ("tokens", "target", "bounds"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))
     assert (staged.rows, staged.token_count) == (expected.rows, expected.token_count)
