@@ -296,7 +296,9 @@ async def serve_api(
                 await registry.close()
 
 
-def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "", prefix_tokens: int = 0) -> None:
+def add_adapter(
+    api: Api, name: str, version: int = 1, *, fingerprint: str = "", prefix_tokens: int = 0, bytes: int = 1
+) -> None:
     record = make_adapter(
         name,
         version,
@@ -305,7 +307,7 @@ def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "",
         base_fingerprint=fingerprint or api.base.fingerprint,
         base_name=api.base.name,
         created_at=1000.0 + version,
-        bytes=1,
+        bytes=bytes,
         prefix_tokens=prefix_tokens,
     )
     with closing(Registry(api.folder.database)) as registry:

@@ -80,8 +80,8 @@ class WarmSet:
             for record, pinned in found:
                 if record.base_fingerprint != fingerprint:
                     continue
-                room -= record.bytes
-                if pinned or room >= 0:
+                if pinned or record.bytes <= room:
+                    room -= record.bytes
                     self._engine.send(
                         PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=True if pinned else None)
                     )
