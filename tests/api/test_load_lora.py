@@ -62,6 +62,32 @@ async def test_only_folders_below_the_root_are_loaded(api: Api, root: Path, path
     assert api.folder.adapter_refs() == []
 
 
+async def test_a_snapshot_in_the_hubs_cache_is_loaded_and_no_link_out_of_the_root(
+    api: Api, root: Path, tmp_path: Path
+) -> None:
+    """The hub's cache keeps files as `blobs`, and links to them in `snapshots`."""
+    snapshot, blobs = root / "models--a--poet" / "snapshots" / "main", root / "models--a--poet" / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for name in ADAPTER_FILES:
+        (root / "one" / name).rename(blobs / f"of-{name}")
+        (snapshot / name).symlink_to(f"../../blobs/of-{name}")
+    assert await post(api, "load", lora_path=str(snapshot)) == (200, LOADED)
+    status, made = await api.call("POST", "/adapters", json={"name": "other", "path": str(snapshot)})
+    assert (status, made["rank"]) == (201, 1)
+    stored = api.folder.adapter(AdapterRef("other", 1)) / ADAPTER_FILES[0]
+    assert stored.is_file() and not stored.is_symlink()
+
+    write_peft(tmp_path / "outside", api.base)
+    for target in (tmp_path / "outside" / ADAPTER_FILES[1], root / "none", snapshot / ADAPTER_FILES[1]):
+        (snapshot / ADAPTER_FILES[1]).unlink()
+        (snapshot / ADAPTER_FILES[1]).symlink_to(target)
+        status, text = await post(api, "load", lora_path=str(snapshot), load_inplace=True)
+        assert (status, json.loads(text)["error"]["code"]) == (422, "unsafe_adapter")
+        assert "under data_root" in text
+    assert [*api.folder.staging.iterdir()] == []
+
+
 async def test_reloads_in_place_leave_one_version_and_never_a_half_old_request(api: Api, root: Path) -> None:
     await api.call("POST", "/adapters", json={"name": "poet", "path": "one"})
     for name in ("one", "two", "one", "two"):

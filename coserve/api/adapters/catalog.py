@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import shutil
 import stat
 import time
@@ -23,8 +25,16 @@ from coserve.api.adapters.lookup import find_adapter
 from coserve.api.adapters.scrub import Scrub
 from coserve.api.http.parsing import local_path
 from coserve.api.node import Node
-from coserve.core.cancellation import Commits, keep_task, uncancelled
-from coserve.core.errors import AdapterNotFound, BaseMismatch, InvalidRequest, NameTaken, StorageError, UnsafeAdapter
+from coserve.core.cancellation import Commits, keep_task, uncancelled, uncancelled_thread
+from coserve.core.errors import (
+    AdapterNotFound,
+    BaseMismatch,
+    ForbiddenPath,
+    InvalidRequest,
+    NameTaken,
+    StorageError,
+    UnsafeAdapter,
+)
 from coserve.core.limits import PINNED_SHARE
 from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.names import ADAPTER_FILES
@@ -33,6 +43,7 @@ from coserve.core.types import AdapterRef, BaseSpec
 from coserve.core.validation import check_one_given
 from coserve.data.offload.pool import HelperPool
 from coserve.lora.files.archive import AdapterArchive
+from coserve.lora.files.tensorfile import open_regular
 from coserve.state.durable import remove_dir, remove_unlisted, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.registry.records import LOADED, AdapterRecord, Labels
@@ -107,20 +118,21 @@ class AdapterCatalog:
 
         `origin`: `AdapterRecord.source`. `new`: the name must have no version. Raises as `import_files`.
         """
-        settings = await self._inspection.settings(source, spec)  # refused before anything is copied
-        await refuse_too_large(name, settings, spec, self._engine.pool, self._config, field=None)
-        async with self._importing:
-            if new and await self._registry.read(lambda registry: registry.current_version(name)) is not None:
-                raise InvalidRequest(
-                    f"The lora adapter '{name}' has already been loaded. "
-                    "If you want to load the adapter in place, set 'load_inplace' to True.",
-                    field="lora_name",
-                )
-            try:
-                record = await self._commits.run(self._install(source, name, spec, origin))
-            except NameTaken as error:
-                error.field = "name"
-                raise
+        async with _without_links(source, self._config.data_root, self._folder.staging) as files:
+            settings = await self._inspection.settings(files, spec)  # refused before anything is copied
+            await refuse_too_large(name, settings, spec, self._engine.pool, self._config, field=None)
+            async with self._importing:
+                if new and await self._registry.read(lambda registry: registry.current_version(name)) is not None:
+                    raise InvalidRequest(
+                        f"The lora adapter '{name}' has already been loaded. "
+                        "If you want to load the adapter in place, set 'load_inplace' to True.",
+                        field="lora_name",
+                    )
+                try:
+                    record = await self._commits.run(self._install(files, name, spec, origin))
+                except NameTaken as error:
+                    error.field = "name"
+                    raise
         # The engine packs the files, so that the first request finds them in memory.
         self._engine.offer(PrefetchAdapter(ref=record.ref, digests=record.digests))
         failpoint("api.before_reply")
@@ -351,6 +363,32 @@ class AdapterCatalog:
         self._scrub.forget(ref)
         self._engine.offer(DropAdapter(ref=ref))  # the next engine starts with empty memory
         await remove_unlisted(self._folder.adapter(ref), f"adapter {ref}")
+
+
+@asynccontextmanager
+async def _without_links(source: Path, root: Path | None, staging: Path) -> AsyncIterator[Path]:
+    """Yield `source`, or a folder with copies of its files if they are links, as in the hub's cache, to files below
+    `root`. Raises `UnsafeAdapter` for other links."""
+    if root is None or not any((source / name).is_symlink() for name in ADAPTER_FILES):
+        yield source
+        return
+    folder = staging / f"links-{secrets.token_hex(8)}"
+    try:
+        await uncancelled_thread(_copy_linked, source, folder, root)
+        yield folder
+    finally:
+        await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _copy_linked(source: Path, folder: Path, root: Path) -> None:
+    folder.mkdir()
+    for name in ADAPTER_FILES:
+        try:
+            found = local_path(str(source / name), root)
+        except (ForbiddenPath, InvalidRequest):
+            raise UnsafeAdapter(f"{name}: expected a file, or a link to one under data_root") from None
+        with os.fdopen(open_regular(found.parent, found.name), "rb") as file, (folder / name).open("xb") as target:
+            shutil.copyfileobj(file, target)
 
 
 def _copy(source: Path, target: Path) -> None:
