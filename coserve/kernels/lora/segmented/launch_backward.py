@@ -138,14 +138,21 @@ def outer(
     )
     if not into_sums:
         return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
-    for site, out in enumerate(outs if parts > 1 else ()):
+    if parts > 1:
+        _fold(outs, width, R, plan, table, of_b=of_b is not None)
+    return []
+
+
+def _fold(outs: Sequence[Tensor], width: int, R: int, plan: TilePlan, table: SiteTable, *, of_b: bool) -> None:
+    """Add up the partial sums of each site's gradients, (parts, totals * `width`), into the pairs' `MainGrads`."""
+    spans = plan.tiles.spans
+    for site, out in enumerate(outs):
         FOLD(
-            (cdiv(R * width, FOLD_BLOCK), adapters, 1),
+            (cdiv(R * width, FOLD_BLOCK), spans.shape[0], 1),
             (out, spans, *_columns(table.from_site(site))),
-            (width, ranks.stride(0), parts, out.stride(0)),
-            OF_B=of_b is not None,
+            (width, table.ranks.stride(0), out.shape[0], out.stride(0)),
+            OF_B=of_b,
             BLOCK=FOLD_BLOCK,
             PARTS=FOLD_PARTS,
-            **options(blocks.pdl and device_info(v_GTR.device).early_launch, 4, 1),
+            **options(plan.prefill.pdl and device_info(out.device).early_launch, 4, 1),
         )
-    return []
