@@ -21,13 +21,14 @@ log = logging.getLogger(__name__)
 FIRST = 600.0
 """Seconds after the start at which the first round begins."""
 BYTES_PER_SECOND = 8 << 20
+"""Bytes of PEFT's files compared per second on average, packed files not counted: a rest follows each adapter."""
 REST = 86_400.0
 """Seconds between two rounds."""
 
 
 class Scrub:
-    """Reads every adapter's files once a day, at most `BYTES_PER_SECOND`. A damaged packed file is removed, and rebuilt
-    by the next read; a damaged PEFT file is reported in `notes`."""
+    """Reads every adapter's files once a day. A damaged packed file is removed, and rebuilt by the next read; a damaged
+    PEFT file is reported in `notes`."""
 
     def __init__(self, node: Node) -> None:
         self._registry, self._folder = node.registry, node.folder

@@ -48,7 +48,7 @@ class Configs(NamedTuple):
 
 def read_configs(folder: Path) -> Configs:
     """Return the content of a folder's `adapter_config.json`, after checking that the folder holds no unsafe file and
-    each key is allowed."""
+    each key is allowed. Raises `UnsafeAdapter`, `CorruptAdapter`, `UnsupportedAdapter`, and `StorageError`."""
     names = _safe_names(folder)
     checkpoints = [name for name in names if re.fullmatch(r"checkpoint-\d+", name)]
     if checkpoints and ADAPTER_CONFIG not in names:

@@ -20,14 +20,17 @@ from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 
 MAX_HEADER = 4 << 20
+"""Most bytes of a safetensors header."""
 MAX_CONFIG = 1 << 20
+"""Most bytes of an `adapter_config.json`."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of an element, by safetensors' name of the dtype: those that adapters may have."""
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor; its data are bytes `[start, end)` of the file."""
+    """One tensor; its data are bytes `[start, end)` of the file. `dtype`: a key of `ITEM_BYTES`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,7 +71,8 @@ def check_digest(found: str, registered: str, name: str) -> None:
 
 
 def read_json(folder: Path, name: str) -> dict[str, object]:
-    """Read a JSON object of at most 1 MiB, without repeated keys, NaN or Infinity."""
+    """Read a JSON object of at most `MAX_CONFIG` bytes, without repeated keys, NaN or Infinity. Raises as
+    `parse_object` and `open_regular`."""
     fd = open_regular(folder, name)
     with disk_errors(), os.fdopen(fd, "rb") as file:
         data = file.read(MAX_CONFIG + 1)
@@ -107,7 +111,7 @@ class TensorFile:
     """An open safetensors file with a valid header: known types, no holes, no overlaps, nothing past the end."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Raises `CorruptAdapter`, `UnsafeAdapter`, or `UnsupportedAdapter` for a type that adapters don't have."""
+        """Raises `CorruptAdapter`, `UnsupportedAdapter` for a dtype that adapters don't have, and as `open_regular`."""
         self._fd = open_regular(folder, name)
         try:
             with disk_errors():
@@ -126,13 +130,14 @@ class TensorFile:
         os.close(self._fd)
 
     def read(self, entry: TensorEntry) -> bytearray:
-        """Read a tensor's bytes."""
+        """Read a tensor's bytes. Raises as `read_into`."""
         data = bytearray(entry.end - entry.start)
         self.read_into(entry, memoryview(data))
         return data
 
     def read_into(self, entry: TensorEntry, view: memoryview) -> None:
-        """Read a tensor's bytes into `view`, which has the same size."""
+        """Read a tensor's bytes into `view`, which has the same size. Raises `CorruptAdapter` if the file became
+        shorter, and `StorageError`."""
         at = entry.start
         while view:
             with disk_errors():

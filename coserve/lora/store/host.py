@@ -96,7 +96,7 @@ class HostCopies:
             entry.host = None
             self._order.left(entry.ref)
 
-    def over(self, size: int = 0) -> bool:
+    def over(self, size: int) -> bool:
         """Whether `size` more bytes exceed the budget."""
         return self.bytes + size > self.limit
 

@@ -29,7 +29,8 @@ class ExpertLora(Protocol):
         ...
 
     def add(self, site: str, y_SO: Tensor, x_SD: Tensor, rows: ExpertRows) -> Tensor:
-        """Return `y` plus the parameter's terms for the inputs `x` of these rows."""
+        """Return `y` plus the parameter's terms for the inputs `x` of these rows; may write into y if no gradient is
+        required."""
         ...
 
 
