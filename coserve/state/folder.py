@@ -103,7 +103,8 @@ class DataFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Create the folder and lock it. Raises `DataFolderInUse`, or `StartupError` if it is not writable."""
+        """Create the folder and lock it. Raises `DataFolderInUse`, or `StartupError` if it cannot be written or
+        locked."""
         try:
             for folder in (self.root, self.adapters, self.files, self.jobs, self.sessions, self.staging):
                 make_folder(folder)
@@ -113,9 +114,11 @@ class DataFolder:
             raise StartupError(f"data_dir: cannot write in {self.root}: {error.message}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             os.close(descriptor)
-            raise DataFolderInUse(f"data_dir: {self.root} belongs to a daemon that is running") from None
+            if isinstance(error, BlockingIOError):
+                raise DataFolderInUse(f"data_dir: {self.root} belongs to a daemon that is running") from None
+            raise StartupError(f"data_dir: cannot lock {self.root}: {error.strerror}") from error
         try:
             yield
         finally:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
+import mmap
 import random
 import threading
 from pathlib import Path
@@ -284,6 +286,15 @@ def test_memory_is_not_reserved_before_it_is_used() -> None:
     memory = HostMemory(size, for_kernels=False)
     assert _unreserved() - before >= size
     del memory
+
+
+def test_a_kernel_without_huge_pages_has_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Without)
+    assert HostMemory(PAGE, for_kernels=False).in_pages(PAGE) is not None
 
 
 def _unreserved() -> int:

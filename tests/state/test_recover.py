@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import sqlite3
 import subprocess
 import sys
@@ -260,6 +262,17 @@ def test_one_daemon_at_a_time(folder: DataFolder) -> None:
             pass
         child.kill()
     with folder.lock():
+        pass
+
+
+def test_a_folder_that_cannot_be_locked(folder: DataFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network file system without locks."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StartupError, match="No locks available"), folder.lock():
         pass
 
 

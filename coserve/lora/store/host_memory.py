@@ -11,7 +11,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock, Thread
 from typing import NamedTuple, Protocol
@@ -301,7 +301,8 @@ def _unpin(addresses: Sequence[int], mapping: object) -> None:
 def _mapped(size: int) -> mmap.mmap:
     """Memory that is allocated as it is used, in huge pages where the system has them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # the kernel has none
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
