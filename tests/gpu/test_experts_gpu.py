@@ -17,8 +17,8 @@ from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from tests.support.executors import graphs
 from tests.support.families import tiny_family
-from tests.support.generation import collect
-from tests.support.gpu_engine import gpu_base, prompt, request
+from tests.support.generation import collect, prompt
+from tests.support.gpu_engine import gpu_base, request
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.rounded_experts import (
     BOTH,

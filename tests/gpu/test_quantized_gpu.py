@@ -28,7 +28,8 @@ from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.families import tiny_family
 from tests.support.finetuning import random_corpus
-from tests.support.gpu_engine import prompt, request, texts
+from tests.support.generation import prompt
+from tests.support.gpu_engine import request, texts
 from tests.support.lora_backends import SEGMENTED
 
 pytestmark = pytest.mark.gpu

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.generation import Tokens
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import Slo
 from coserve.generate.generator import Generator
+from tests.support.generation import request
 
 
 def ask(gen: Generator, id: str, length: int, seed: int | None = None) -> None:
     sampling = SamplingParams(max_tokens=12, temperature=0.0 if seed is None else 1.2, seed=seed or 0)
-    gen.add(
-        Generate(id=id, prompt=tuple(range(3, 3 + length)), sampling=sampling, adapter=None, slo=Slo(ttft=1, tpot=1))
-    )
+    gen.add(request(id, tuple(range(3, 3 + length)), sampling))
 
 
 def steps(gen: Generator, found: dict[str, list[int]], most: int = 1000) -> None:

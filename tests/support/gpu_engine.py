@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
 
-from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.generate.generator import Generator
@@ -19,9 +18,9 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from tests.support.executors import eager, graphs
+from tests.support.generation import collect
 from tests.support.lora_backends import SEGMENTED
 from tests.support.shelf import Shelf
-from tests.support.tiny_models import VOCAB
 
 NEW = 16
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
@@ -38,11 +37,6 @@ def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
         a, b = torch.randn(rank, site.in_features, generator=g), torch.randn(site.out_features, rank, generator=g)
         sites[name] = LoraPair(a.to(base.device, base.dtype) * 0.3, b.to(base.device, base.dtype) * 0.3, 0.7)
     return LoraWeights(LoraSettings(r=rank), sites)
-
-
-def prompt(length: int) -> tuple[int, ...]:
-    chance = random.Random(length)
-    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
 
 
 def request(id: str, tokens: tuple[int, ...], ref: AdapterRef | None = None, sampling: SamplingParams = GREEDY):
@@ -74,12 +68,4 @@ def texts(
         step_tokens=step_tokens,
         prefix_cache=prefix_cache,
     )
-    found: dict[str, list[int]] = {}
-    for one in requests:
-        generator.add(one)
-    while generator.running:
-        for message in generator.step():
-            assert isinstance(message, Tokens), message
-            found.setdefault(message.id, []).extend(message.tokens)
-    assert generator.pages_used == 0
-    return found
+    return {id: tokens for id, (tokens, _) in collect(generator, [*requests]).items()}
