@@ -9,15 +9,14 @@ import torch
 
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, LoraSettings, Slo
+from coserve.core.types import AdapterRef, Slo
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, wrap_base
+from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraWeights
 from tests.support.executors import graphs
+from tests.support.generation import adapter
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -25,15 +24,6 @@ pytestmark = pytest.mark.gpu
 
 SEQUENCES, ADAPTERS = 12, 8
 SAMPLING = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-
-
-def adapter(base: Base, seed: int) -> LoraWeights:
-    g = torch.Generator().manual_seed(seed)
-    sites = {}
-    for name, site in base.spec.sites.items():
-        a, b = torch.randn(16, site.in_features, generator=g), torch.randn(site.out_features, 16, generator=g)
-        sites[name] = LoraPair(a.to(base.device, base.dtype) * 0.3, b.to(base.device, base.dtype) * 0.3, 0.7)
-    return LoraWeights(LoraSettings(r=16), sites)
 
 
 def asks(name: str, adapters: int = 0) -> list[Generate]:
@@ -65,7 +55,7 @@ def texts(generator: Generator, requests: list[Generate]) -> list[list[int]]:
 def test_loaded_adapters_change_nothing_for_the_base(family: str) -> None:
     """In bfloat16, as it is served: the batch is the same, so not even a rounding may differ."""
     base = wrap_base(tiny_model(family).to("cuda", torch.bfloat16), name="tiny", eos_token_ids=())
-    made = {AdapterRef(f"a{i}", 1): adapter(base, i) for i in range(ADAPTERS)}
+    made = {AdapterRef(f"a{i}", 1): adapter(base, i, 16) for i in range(ADAPTERS)}
     store = AdapterStore(lambda ref, digests: made[ref], 1 << 40)
     kv = KvCache.for_base(base, 16384, 16)
     generator = Generator(

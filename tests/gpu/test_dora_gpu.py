@@ -25,8 +25,8 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.executors import graphs
 from tests.support.finetuning import random_corpus
-from tests.support.generation import collect, prompt
-from tests.support.gpu_engine import adapter, gpu_base, request, texts
+from tests.support.generation import adapter, collect, prompt
+from tests.support.gpu_engine import gpu_base, request, texts
 from tests.support.lora_backends import GROUPED, REFERENCE, SEGMENTED
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model

@@ -26,8 +26,8 @@ from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.executors import graphs
 from tests.support.finetuning import random_corpus
-from tests.support.generation import collect, prompt
-from tests.support.gpu_engine import adapter, gpu_base, request, texts
+from tests.support.generation import adapter, collect, prompt
+from tests.support.gpu_engine import gpu_base, request, texts
 from tests.support.lora_backends import REFERENCE, SEGMENTED
 from tests.support.records import make_spec
 from tests.support.shelf import Shelf

@@ -19,8 +19,8 @@ from coserve.model.fused import FusedBase
 from coserve.model.load import load_base
 from coserve.model.lora import LoraBatch
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
-from tests.support.generation import prompt
-from tests.support.gpu_engine import NEW, adapter, gpu_base, request, texts
+from tests.support.generation import adapter, prompt
+from tests.support.gpu_engine import NEW, gpu_base, request, texts
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, REFERENCE, SEGMENTED
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model

@@ -3,21 +3,18 @@ tokens and the gradients of one process on the CPU."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, LoraSettings
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.start import make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base
 from coserve.model.load import load_base
-from coserve.model.lora import LoraWeights
 from coserve.model.parallel.mesh import Mesh
 from tests.support.families import tiny_family
 from tests.support.generation import adapter, collect, prompt, request
@@ -38,7 +35,7 @@ def generate(mesh: Mesh | None, folder: str) -> tuple[list[dict[str, list[int]]]
     """Each request's tokens, twice (graphs are captured meanwhile), and the logits of a packed batch."""
     device = "cpu" if mesh is None else "cuda"
     base = load_base(folder, device=device, dtype="float32", mesh=mesh, strategy="slora")
-    shelf = Shelf({REF: _moved(base.shard(adapter(base, 1, 4)), base)})
+    shelf = Shelf({REF: base.shard(adapter(base, 1, 4))})
     logits = base.forward(
         torch.tensor([*prompt(9), *prompt(4)], device=base.device),
         torch.tensor([*range(9), *range(4)], device=base.device),
@@ -56,14 +53,6 @@ def generate(mesh: Mesh | None, folder: str) -> tuple[list[dict[str, list[int]]]
         asked = [request(str(i), prompt(3 + 17 * i, i), greedy, REF if i % 2 else None) for i in range(4)]
         said.append({id: tokens for id, (tokens, _) in collect(generator, asked).items()})
     return said, logits.detach().float().cpu()
-
-
-def _moved(weights: LoraWeights, base: Base) -> LoraWeights:
-    sites = {
-        name: dataclasses.replace(pair, a_RD=pair.a_RD.to(base.device), b_OR=pair.b_OR.to(base.device))
-        for name, pair in weights.sites.items()
-    }
-    return LoraWeights(LoraSettings(r=4), sites)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,8 +19,8 @@ from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from tests.support.executors import graphs
-from tests.support.generation import collect, prompt
-from tests.support.gpu_engine import adapter, gpu_base, request, texts
+from tests.support.generation import adapter, collect, prompt
+from tests.support.gpu_engine import gpu_base, request, texts
 from tests.support.lora_backends import SEGMENTED
 from tests.support.shelf import Shelf
 from tests.support.shelf import named as named_adapters

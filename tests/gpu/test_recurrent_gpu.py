@@ -7,13 +7,11 @@ import pytest
 
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, LoraSettings
+from coserve.core.types import AdapterRef
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraWeights
 from tests.support.executors import eager, graphs
 from tests.support.families import tiny_family
 from tests.support.generation import adapter, prompt, request
@@ -43,15 +41,13 @@ def test_steps_on_a_gpu_give_the_tokens_of_the_cpu(family: str) -> None:
     requests = [request(str(i), prompt(3 + 17 * i, i), GREEDY, REF if i % 2 else None) for i in range(4)]
     long = {"max_position_embeddings": 128}
     base = wrap_base(tiny_family(family, **long), name=family, eos_token_ids=())
-    weights = adapter(base, 1, 3)
     kv = KvCache.for_base(base, 8192, 16, sequences=4)
-    store = Shelf({REF: weights}).store()
+    store = Shelf({REF: adapter(base, 1, 3)}).store()
     expected = said(Generator(base, store, kv, eager(base, kv), max_running=4, step_tokens=48), requests)
     base = wrap_base(tiny_family(family, **long).cuda(), name=family, eos_token_ids=())
-    sites = {name: LoraPair(pair.a_RD.cuda(), pair.b_OR.cuda(), pair.scaling) for name, pair in weights.sites.items()}
     kv = KvCache.for_base(base, 8192, 16, sequences=4)
     executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=4, capture_after=1)
-    store = Shelf({REF: LoraWeights(LoraSettings(r=3), sites)}).store()
+    store = Shelf({REF: adapter(base, 1, 3)}).store()
     generator = Generator(base, store, kv, executor, max_running=4, step_tokens=48)
     for _ in range(2):  # the second time in graphs, and from snapshots of states
         assert said(generator, requests) == expected

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.core.types import AdapterRef, LoraSettings
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.graph_sizes import TileCapacity
 from coserve.generate.execution.slot_lora import StaticSlotLora, slot_lora
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.packing import packed
-from coserve.model.base import Base, wrap_base
+from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
+from tests.support.generation import adapter
 from tests.support.lora_backends import GROUPED
 
 BOUNDS = (0, 5, 8, 9, 13)
@@ -30,25 +30,14 @@ TOKENS = torch.arange(13) + 5
 POSITIONS = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDS)])
 
 
-def adapter(base: Base, rank: int, names: tuple[str, ...], seed: int) -> LoraWeights:
-    g, sites = torch.Generator().manual_seed(seed), {}
-    every = base.spec.sites | base.spec.experts
-    for name, spec in every.items():
-        if name.endswith(names):
-            a = torch.randn(spec.experts * rank, spec.in_features, generator=g)
-            b = torch.randn(spec.experts * spec.out_features, rank, generator=g)
-            sites[name] = LoraPair(a, b, 0.2, experts=spec.experts)
-    return LoraWeights(LoraSettings(r=rank, target_parameters=("experts",)), sites)
-
-
 def test_steps_over_slots_equal_plain_torch() -> None:
     """Ranks of no whole vector and above a block of ranks, an adapter of down alone, tokens of none, an idle slot."""
     base = wrap_base(tiny_family("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"]), name="gpt_oss")
     both = ("experts.gate_up_proj", "experts.down_proj")
     adapters = [
-        adapter(base, 3, (*both, "q_proj"), 1),
-        adapter(base, 18, both[1:], 2),
-        adapter(base, 4, ("o_proj",), 3),
+        adapter(base, 1, 3, ("q_proj",), both),
+        adapter(base, 2, 18, (), both[1:]),
+        adapter(base, 3, 4, ("o_proj",)),
     ]
     segments = Segments(BOUNDS, (2, 0, -1, 1))
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coserve.core.types import LoraSettings
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, SiteGroup
+from coserve.kernels.lora.types import SiteGroup
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.quantized.modules import quantize_layers
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
+from tests.support.generation import adapter
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import FAMILIES, tiny_model
 
@@ -37,15 +37,6 @@ def one_adapter(fused: FusedBase, weights: LoraWeights, rows: int) -> PreparedLo
     return GROUPED.prepare(Segments((0, rows), (0,)), [weights.sites], groups)
 
 
-def adapter(base: Base) -> LoraWeights:
-    g = torch.Generator().manual_seed(5)
-    sites = {
-        name: LoraPair(torch.randn(4, s.in_features, generator=g), torch.randn(s.out_features, 4, generator=g), 0.1)
-        for name, s in base.spec.sites.items()
-    }
-    return LoraWeights(LoraSettings(r=4), sites)
-
-
 def suffixes(groups: Sequence[SiteGroup]) -> list[tuple[str, ...]]:
     return [tuple(name.rsplit(".", 1)[1] for name in group.names) for group in groups]
 
@@ -53,7 +44,7 @@ def suffixes(groups: Sequence[SiteGroup]) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("family", in_turns(FAMILIES, ("llama", "gpt2", "phi3")))
 def test_sites_together_give_the_models_logits(family: str) -> None:
     base = wrap_base(tiny_model(family), name=family)
-    weights = adapter(base)
+    weights = adapter(base, 5, 4)
     plain = logits(base)
     adapted = logits(base, LoraBatch(Segments((0, 16), (0,)), (weights,), GROUPED))
     fused = FusedBase(base, compiled=False)
@@ -80,7 +71,7 @@ def test_more_sites_of_one_input_than_a_group_takes_are_one_product(quantization
     if quantization is not None:
         quantize_layers(model, quantization)
     base = wrap_base(model, name="qwen3_5")
-    weights, plain = adapter(base), logits(base)
+    weights, plain = adapter(base, 5, 4), logits(base)
     fused = FusedBase(base, compiled=False)
     layer = suffixes(fused.groups[0])
     assert layer[:3] == [("in_proj_qkv", "in_proj_z", "in_proj_b"), ("in_proj_a",), ("out_proj",)]
@@ -121,7 +112,7 @@ def test_conv1d_weights_lie_as_linear_ones_do() -> None:
 def test_one_graph_serves_all_layers_of_a_kind(family: str) -> None:
     """Traced, with no code generated: layers of any index, batches of any size, with adapters and without."""
     base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
-    weights, plain = adapter(base), logits(base)
+    weights, plain = adapter(base, 5, 4), logits(base)
     traced = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> object:
@@ -166,7 +157,7 @@ def counted_calls(base: Base, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once layers are bound to graphs: with the same logits, whatever the rows, and with adapters."""
     base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
-    weights, asked = adapter(base), counted_calls(base, monkeypatch)
+    weights, asked = adapter(base, 5, 4), counted_calls(base, monkeypatch)
     fused, slow = FusedBase(base, backend=plainly), FusedBase(base, compiled=False)
 
     def run(runner: FusedBase, rows: int, lora: LoraWeights | None, start: int = 0) -> Tensor:
@@ -203,7 +194,7 @@ def test_layers_that_read_others_keys_and_values_are_bound(family: str, monkeypa
     keys and values on."""
     base = wrap_base(tiny_family(family), name=family)
     asked = counted_calls(base, monkeypatch)
-    weights, fused = adapter(base), FusedBase(base, backend=plainly)
+    weights, fused = adapter(base, 5, 4), FusedBase(base, backend=plainly)
     for rows in (13, 5, 1, 1, 2, 16, 1, 4):
         for own in (None, weights):
             asked.clear()

@@ -28,19 +28,27 @@ from tests.support.tiny_models import VOCAB
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 
 
-def adapter(base: Base, seed: int, rank: int, suffixes: tuple[str, ...] = ("",)) -> LoraWeights:
-    """Of random weights, at the sites whose names end so."""
+def adapter(
+    base: Base, seed: int, rank: int, suffixes: tuple[str, ...] = ("",), experts: tuple[str, ...] = ()
+) -> LoraWeights:
+    """Of random weights, at the sites whose names end so; `experts`: and at the experts' whose names end so."""
     g = torch.Generator().manual_seed(seed)
+
+    def drawn(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=g).to(base.device, base.dtype) * 0.3
+
+    named = {name: site for name, site in base.spec.sites.items() if name.endswith(suffixes)}
+    named |= {name: site for name, site in base.spec.experts.items() if name.endswith(experts)}
     sites = {
         name: LoraPair(
-            torch.randn(rank, site.in_features, generator=g) * 0.3,
-            torch.randn(site.out_features, rank, generator=g) * 0.3,
+            drawn(site.experts * rank, site.in_features),
+            drawn(site.experts * site.out_features, rank),
             0.7,
+            experts=site.experts,
         )
-        for name, site in base.spec.sites.items()
-        if name.endswith(suffixes)
+        for name, site in named.items()
     }
-    return LoraWeights(LoraSettings(r=rank), sites)
+    return LoraWeights(LoraSettings(r=rank, target_parameters=experts or None), sites)
 
 
 def make_generator(

@@ -9,14 +9,12 @@ from transformers import PreTrainedModel
 
 from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, LoraSettings, Slo
+from coserve.core.types import AdapterRef, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraWeights
 from tests.support.executors import eager, graphs
 from tests.support.generation import collect
 from tests.support.lora_backends import SEGMENTED
@@ -28,15 +26,6 @@ GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
 
 def gpu_base(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Base:
     return wrap_base(model.to("cuda", dtype), name="tiny", eos_token_ids=())
-
-
-def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
-    g = torch.Generator().manual_seed(seed)
-    sites = {}
-    for name, site in base.spec.sites.items():
-        a, b = torch.randn(rank, site.in_features, generator=g), torch.randn(site.out_features, rank, generator=g)
-        sites[name] = LoraPair(a.to(base.device, base.dtype) * 0.3, b.to(base.device, base.dtype) * 0.3, 0.7)
-    return LoraWeights(LoraSettings(r=rank), sites)
 
 
 def request(id: str, tokens: tuple[int, ...], ref: AdapterRef | None = None, sampling: SamplingParams = GREEDY):

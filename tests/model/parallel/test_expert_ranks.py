@@ -24,17 +24,17 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.slot_lora import slot_lora
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.packing import packed
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.load import load_base
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraBatch
 from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.mesh import LoneRank, Mesh
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.finetuning import random_corpus
+from tests.support.generation import adapter
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import tokens_of
 from tests.support.ranks import Ranks
@@ -65,17 +65,6 @@ def load(folder: str, mesh: Mesh | None, ep: int) -> Base:
     return load_base(folder, device="cpu", dtype="auto", mesh=mesh, ep=ep)
 
 
-def adapter(spec: BaseSpec, rank: int, names: tuple[str, ...]) -> LoraWeights:
-    """Random pairs, the same in every process."""
-    g, sites = torch.Generator().manual_seed(rank), {}
-    for name, site in (spec.sites | spec.experts).items():
-        if name.endswith(tuple(f".{suffix}" for suffix in names)):
-            a = torch.randn(site.experts * rank, site.in_features, generator=g) * 0.3
-            b = torch.randn(site.experts * site.out_features, rank, generator=g) * 0.3
-            sites[name] = LoraPair(a, b, 0.5, experts=site.experts)
-    return LoraWeights(LoraSettings(r=rank, target_parameters=BOTH), sites)
-
-
 class Served(NamedTuple):
     plain: Tensor
     mixed: Tensor
@@ -91,7 +80,7 @@ class Served(NamedTuple):
 def serve(mesh: Mesh | None, folder: str, ep: int) -> Served:
     """Logits without adapters, of a mixed batch, and of the same in slots by fused layers."""
     base = load(folder, mesh, ep)
-    whole = adapter(base.spec, 3, (*BOTH, "o_proj")), adapter(base.spec, 4, BOTH[1:])
+    whole = adapter(base, 0, 3, ("o_proj",), BOTH), adapter(base, 1, 4, (), BOTH[1:])
     adapters, segments = tuple(map(base.shard, whole)), Segments(BOUNDS, BATCH)
     run = partial(base.forward, TOKENS, POSITIONS, PackedAttention(BOUNDS), keep=None)
     with torch.no_grad():
@@ -137,7 +126,7 @@ def test_a_mixed_batch_has_the_logits_of_one_process(two: Ranks, folders: dict[s
 def gradients(mesh: Mesh | None, folder: str, ep: int) -> tuple[float, Matrices, float]:
     """Loss, whole gradients of an adapter of both of the experts' parameters and of attention, and their norm."""
     base = load(folder, mesh, ep)
-    whole = adapter(base.spec, 3, (*BOTH, "q_proj", "o_proj"))
+    whole = adapter(base, 0, 3, ("q_proj", "o_proj"), BOTH)
     weights, partition = base.shard(whole), base.partition(whole)
     for pair in weights.sites.values():
         pair.a_RD.requires_grad_()
@@ -173,7 +162,7 @@ def test_gradients_are_those_of_one_process(two: Ranks, folders: dict[str, str],
 def train(mesh: Mesh | None, folder: str, ep: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three optimizer steps, and the state that a checkpoint has."""
     base = load(folder, mesh, ep)
-    whole = adapter(base.spec, 3, (*BOTH, "q_proj"))
+    whole = adapter(base, 0, 3, ("q_proj",), BOTH)
     settings = TrainingSettings(steps=3, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
     optimizer = AdapterOptimizer(whole, base.spec, settings, torch.float32, partition=base.partition(whole))
     runner, rows = MicroBatchRunner(base, recompute=True), pack_rows(random_corpus(), range(5), torch.device("cpu"))
