@@ -146,10 +146,13 @@ async def test_answers_are_given_with_the_sentence_that_was_asked_about(tmp_path
     shown = list[tuple[str, int, int]]()
     job, asker = DocumentJob(settings=DocumentSettings(questions_per_chunk=6, replay=0.5)), Remembering()
     teaching = Teaching(job, Chunks(CHUNKS, 32), 3, tmp_path, tokenizer(), asker, show)  # type: ignore[arg-type]
-    _, lessons = await teaching.run()
+    last, lessons = await teaching.run()
     assert len(lessons.taught) == 12
     assert {(phase, total) for phase, _, total in shown} == {("questions", 12), ("answers", 26)}
-    assert shown[-1] == ("answers", 26, 26)
+    assert shown[-1] == ("answers", 26, 26) == (last.phase, last.done, last.total)
+    again = Teaching(job, Chunks(CHUNKS, 32), 3, tmp_path, tokenizer(), asker, show)  # type: ignore[arg-type]
+    tokens = len(asker.asked) + 26
+    assert (last.questions, last.generated_tokens, (await again.run())[0].generated_tokens) == (12, tokens, tokens)
     assert all(done <= total for _, done, total in shown)
     assert set(asker.asked.values()) == {f"{part}." for chunk in CHUNKS for part in chunk.strip(".").split(". ")}
     assert asker.shown == {lesson.question: asker.asked[lesson.question] for lesson in lessons.taught}

@@ -23,7 +23,7 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs, pack_rows
 from coserve.kernels.lora.types import LoraPair
-from coserve.lora.store.files import cartridge, embeddings, load_adapter
+from coserve.lora.store.files import embeddings, load_adapter, prefix_pairs
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, random_corpus, tiny_base
@@ -47,7 +47,7 @@ def test_losses_and_gradients_are_pefts(family: str) -> None:
         total = total - (logprobs.gather(1, ids[1:, None])[:, 0] * target[1:]).sum()
     total.backward()
     settings = LoraSettings(r=TOKENS, cartridge=True)
-    start = cartridge(settings, base.spec, encoder.weight.detach())
+    start = LoraWeights(settings, prefix_pairs(base.spec, encoder.weight.detach()))
     for recompute in (False, True):
         optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), torch.float32)
         rows = pack_rows(corpus, range(len(corpus.lengths)), CPU)

@@ -139,8 +139,7 @@ class DocumentSubmission:
             _check_encoder(request, base)
         chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
         chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
-        chosen["prefix_tokens"] = prefix or None
-        chosen["questions"] = _different(asked)
+        chosen |= {"prefix_tokens": prefix or None, "questions": _different(asked)}
         return CheckedDocument(DocumentSettings(**chosen), size, overlap, prefix, cartridge)
 
     async def split(self, request: FinetuneRequest, upload: Path | None, checked: CheckedDocument) -> PendingDocument:

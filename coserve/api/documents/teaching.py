@@ -88,28 +88,30 @@ class Teaching:
 
     async def run(self) -> tuple[DocumentJob, Lessons]:
         """Run the phases, except for the items that are in the folder already."""
-        asked, answered = await asyncio.to_thread(self._questions.read), await asyncio.to_thread(self._lessons.read)
-        self._generated = sum([*(each.generated for each in asked), *(each.generated for each in answered)])
-        settings, questions = self._settings, list[Question]()
-        if settings.questions:
-            texts = [each.question for each in settings.questions]
+        asked = {each.key: each for each in await asyncio.to_thread(self._questions.read)}
+        answered = {each.key: each for each in await asyncio.to_thread(self._lessons.read)}
+        self._generated = sum([each.generated for each in asked.values()])
+        self._generated += sum([each.generated for each in answered.values()])
+        own, questions = self._settings.questions, list[Question]()
+        if own:
+            texts = [each.question for each in own]
             places = await asyncio.to_thread(nearest_chunks, texts, self._chunks)
             questions = [
                 Question(chunk, -1 - index, each.question, answer=each.answer)
-                for index, (each, chunk) in enumerate(zip(settings.questions, places, strict=True))
+                for index, (each, chunk) in enumerate(zip(own, places, strict=True))
             ]
-        elif settings.generator != "none":
-            questions = await self._ask_questions()
-        lessons = await self._answer(questions)
+        elif self._settings.generator != "none":
+            questions = await self._ask_questions(asked)
+        lessons = await self._answer(questions, answered)
         return self._job, lessons
 
     # ---- questions
 
-    async def _ask_questions(self) -> list[Question]:
-        """Ask until each chunk has its quota of different questions, or all attempts are made."""
+    async def _ask_questions(self, found: dict[str, Question]) -> list[Question]:
+        """Ask until each chunk has its quota of different questions, or all attempts are made. `found`: the attempts
+        made before, by key."""
         chunks = len(self._chunks)
         quota = question_quota(self._settings, chunks)
-        found = {each.key: each for each in await asyncio.to_thread(self._questions.read)}
 
         def different_ones(made: Sequence[Question]) -> int:
             return sum(min(quota, len(texts)) for texts in _texts([*found.values(), *made], chunks))
@@ -150,8 +152,8 @@ class Teaching:
 
     # ---- answers
 
-    async def _answer(self, questions: list[Question]) -> Lessons:
-        found = {each.key: each for each in await asyncio.to_thread(self._lessons.read)}
+    async def _answer(self, questions: list[Question], found: dict[str, Lesson]) -> Lessons:
+        """Make the lessons that are not in `found`, by key."""
         work: dict[str, Callable[[], Awaitable[Lesson]]] = {each.key: partial(self._lesson, each) for each in questions}
         if self._settings.generator == "none":
             pieces = await asyncio.to_thread(lambda: list(self._pieces()))
@@ -164,7 +166,7 @@ class Teaching:
             work[key] = partial(self._replayed, key, prompt, index)
         for index, prompt in enumerate(prompts[::RESERVED]):
             work[f"reserved/{index}"] = partial(self._replayed, f"reserved/{index}", prompt, index)
-        self._job = msgspec.structs.replace(self._job, questions=len(own))
+        self._job = msgspec.structs.replace(self._job, questions=len(own), generated_tokens=self._generated)
         left = {key: make for key, make in work.items() if key not in found}
         had = len(work) - len(left)
         found |= await self._all("answers", left, self._lessons, len(work), lambda made: had + len(made))

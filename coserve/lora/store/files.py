@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coserve.core.errors import CorruptAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_prefix, is_rows
-from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
+from coserve.core.types import AdapterDigests, BaseSpec
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.bdlora import blocks_at
 from coserve.lora.files.cartridge import EMBEDDINGS, read_alone
@@ -177,20 +177,15 @@ def read_prefixes(config: dict[str, object], file: TensorFile, base: BaseSpec, d
     `ShapeMismatch`, `StorageError`."""
     check_base(file, base)
     settings, entry = read_alone(config, file, base)
-    return cartridge(settings, base, _finite(file, entry, dtype))
+    return LoraWeights(settings, prefix_pairs(base, _finite(file, entry, dtype)))
 
 
 def _finite(file: TensorFile, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
-    """Read a cartridge's tensor."""
+    """Read a cartridge's tensor (P, 2 L W). Raises `CorruptAdapter`, `StorageError`."""
     found = torch.frombuffer(file.read(entry), dtype=DTYPES[entry.dtype]).reshape(entry.shape).to(dtype)
     if not bool(torch.isfinite(found).all()):
         raise CorruptAdapter(f"the cartridge is not finite in {str(dtype).removeprefix('torch.')}")
     return found
-
-
-def cartridge(settings: LoraSettings, base: BaseSpec, embeddings_PN: Tensor) -> LoraWeights:
-    """Return the adapter that is a cartridge alone, of a tensor (P, 2 L W)."""
-    return LoraWeights(settings, prefix_pairs(base, embeddings_PN))
 
 
 def prefix_pairs(base: BaseSpec, embeddings_PN: Tensor) -> dict[str, LoraPair]:
