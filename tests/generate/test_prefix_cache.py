@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.core.link.generation import Generate, Tokens
-from coserve.core.logprobs import TokenLogprob
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
 from coserve.generate.execution.eager import EagerExecutor, EagerStep
@@ -22,42 +21,15 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from tests.support.examples import by_day, examples
-from tests.support.generation import adapter, answers, make_generator, text
+from tests.support.generation import make_generator, text
 from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED
-from tests.support.shelf import Shelf
+from tests.support.prefixes import REFS, request, run, shelf_of
 from tests.support.tiny_models import tiny_model
-
-Results = dict[str, tuple[list[int], list[TokenLogprob]]]
-REFS = (AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1))
-
-
-def shelf(base: Base) -> Shelf:
-    """An adapter for each of `REFS`, made from its number."""
-    return Shelf({ref: adapter(base, number, 3) for number, ref in enumerate(REFS)})
 
 
 def make(base: Base, *, cached: bool = True, **sizes: int) -> Generator:
-    return make_generator(base, shelf(base), prefix_cache=cached, **({"page_tokens": 4} | sizes))
-
-
-def request(
-    id: str,
-    prompt: tuple[int, ...],
-    ref: AdapterRef | None = None,
-    *,
-    salt: str = "",
-    max_tokens: int = 6,
-    **sampling: float,
-) -> Generate:
-    params = SamplingParams(max_tokens=max_tokens, logprobs=2, seed=len(prompt), **sampling)
-    return Generate(id=id, prompt=prompt, sampling=params, adapter=ref, slo=Slo(ttft=1, tpot=1), cache_salt=salt)
-
-
-def run(gen: Generator, *requests: Generate) -> Results:
-    found = answers(gen, requests)
-    assert not any(one.failed for one in found.values())
-    return {id: (one.tokens, one.logprobs) for id, one in found.items()}
+    return make_generator(base, shelf_of(base), prefix_cache=cached, **({"page_tokens": 4} | sizes))
 
 
 def llama() -> Base:
@@ -113,7 +85,7 @@ def test_the_pages_of_a_hit_hold_what_would_have_been_computed() -> None:
     for cached in (True, False):
         kv = KvCache.for_base(base, 512, 4)
         executor = RecordingExecutor(base, kv, GROUPED)
-        gen = Generator(base, shelf(base).store(), kv, executor, max_running=4, step_tokens=64, prefix_cache=cached)
+        gen = Generator(base, shelf_of(base).store(), kv, executor, max_running=4, step_tokens=64, prefix_cache=cached)
         run(gen, request("first", (*prompt[:23], 5)))
         gen.add(request("second", prompt))
         gen.step()
@@ -198,7 +170,7 @@ def test_prompts_of_one_step_share_the_pages_that_it_writes(ref: AdapterRef | No
     expected = {one.id: run(plain, one)[one.id] for one in requests}
     kv = KvCache.for_base(base, 2048, 4)
     executor = Counting(base, kv, fails)
-    gen = Generator(base, shelf(base).store(), kv, executor, max_running=8, step_tokens=256, lengths=OneMoreToken())
+    gen = Generator(base, shelf_of(base).store(), kv, executor, max_running=8, step_tokens=256, lengths=OneMoreToken())
     assert run(gen, *requests) == expected
     if not fails:
         assert executor.tokens[0] == 41 + 3 + 4 + 9 + 1
@@ -225,7 +197,7 @@ def test_random_prompts_that_begin_alike_keep_every_bit(data: st.DataObject) -> 
     executor = Counting(base, kv, draw(st.lists(st.integers(0, 5), max_size=2)))
     gen = Generator(
         base,
-        shelf(base).store(),
+        shelf_of(base).store(),
         kv,
         executor,
         max_running=draw(st.sampled_from((2, 8))),

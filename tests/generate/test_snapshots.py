@@ -10,24 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.core.link.generation import Generate
-from coserve.core.logprobs import TokenLogprob
-from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, Slo
+from coserve.core.types import AdapterRef
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from tests.support.examples import examples, in_turns
 from tests.support.executors import eager
 from tests.support.families import tiny_family
-from tests.support.generation import adapter, answers, text
+from tests.support.generation import answers, text
 from tests.support.lengths import OneMoreToken
 from tests.support.memory_faults import out_of_memory_at
-from tests.support.shelf import Shelf
+from tests.support.prefixes import REFS, Results, request, run, shelf_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-Results = dict[str, tuple[list[int], list[TokenLogprob]]]
-REFS = (AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1))
 FAMILY = "jamba"
 ROUNDED = ("qwen3_5_text", "nemotron_h", "falcon_h1")
 """Without a cache, too, the last bits of such a tiny base depend on the number of rows."""
@@ -38,11 +34,6 @@ def base_of(family: str) -> Base:
     return wrap_base(tiny_family(family, max_position_embeddings=256), name=family, eos_token_ids=())
 
 
-@cache
-def shelf_of(family: str) -> Shelf:
-    return Shelf({ref: adapter(base_of(family), number, 3) for number, ref in enumerate(REFS)})
-
-
 def make(
     family: str = FAMILY, *, tokens: int = 2048, cached: bool = True, running: int = 8, step: int = 256
 ) -> Generator:
@@ -50,7 +41,7 @@ def make(
     kv = KvCache.for_base(base, tokens, 4, sequences=running)
     return Generator(
         base,
-        shelf_of(family).store(),
+        shelf_of(base).store(),
         kv,
         eager(base, kv),
         max_running=running,
@@ -58,19 +49,6 @@ def make(
         lengths=OneMoreToken(),
         prefix_cache=cached,
     )
-
-
-def request(
-    id: str, prompt: tuple[int, ...], ref: AdapterRef | None = None, *, salt: str = "", max_tokens: int = 6, **more: int
-) -> Generate:
-    params = SamplingParams(max_tokens=max_tokens, logprobs=2, seed=len(prompt), **more)
-    return Generate(id=id, prompt=prompt, sampling=params, adapter=ref, slo=Slo(ttft=1, tpot=1), cache_salt=salt)
-
-
-def run(gen: Generator, *requests: Generate) -> Results:
-    found = answers(gen, requests)
-    assert not any(one.failed for one in found.values())
-    return {id: (one.tokens, one.logprobs) for id, one in found.items()}
 
 
 def plain(family: str, *requests: Generate) -> Results:

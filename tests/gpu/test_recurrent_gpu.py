@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link.generation import Generate, Tokens
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef
 from coserve.generate.generator import Generator
@@ -14,7 +13,7 @@ from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
 from tests.support.executors import eager, graphs
 from tests.support.families import tiny_family
-from tests.support.generation import adapter, prompt, request
+from tests.support.generation import adapter, collect, prompt, request
 from tests.support.lora_backends import SEGMENTED
 from tests.support.shelf import Shelf
 
@@ -22,17 +21,6 @@ pytestmark = pytest.mark.gpu
 
 REF = AdapterRef("a", 1)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-
-
-def said(generator: Generator, requests: list[Generate]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {one.id: [] for one in requests}
-    for one in requests:
-        generator.add(one)
-    while generator.running or generator.in_flight:
-        for message in generator.step():
-            assert isinstance(message, Tokens), message
-            found[message.id] += message.tokens
-    return found
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "nemotron_h", "falcon_h1", "jamba", "lfm2"])
@@ -43,12 +31,12 @@ def test_steps_on_a_gpu_give_the_tokens_of_the_cpu(family: str) -> None:
     base = wrap_base(tiny_family(family, **long), name=family, eos_token_ids=())
     kv = KvCache.for_base(base, 8192, 16, sequences=4)
     store = Shelf({REF: adapter(base, 1, 3)}).store()
-    expected = said(Generator(base, store, kv, eager(base, kv), max_running=4, step_tokens=48), requests)
+    expected = collect(Generator(base, store, kv, eager(base, kv), max_running=4, step_tokens=48), requests)
     base = wrap_base(tiny_family(family, **long).cuda(), name=family, eos_token_ids=())
     kv = KvCache.for_base(base, 8192, 16, sequences=4)
     executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=4, capture_after=1)
     store = Shelf({REF: adapter(base, 1, 3)}).store()
     generator = Generator(base, store, kv, executor, max_running=4, step_tokens=48)
     for _ in range(2):  # the second time in graphs, and from snapshots of states
-        assert said(generator, requests) == expected
+        assert collect(generator, requests) == expected
     assert generator.scheduler.active.prefix_hits == 16 + 32
