@@ -180,6 +180,12 @@ async def test_too_few_questions_that_an_earlier_version_accepted(api: Api, monk
         ),
         (400, "invalid_request", "document.instruction", {"document": {"text": "x", "instruction": "So " * 2000}}),
         (400, "invalid_request", "document.prefix_tokens", {"document": {"text": "x", "prefix_tokens": 9}}),
+        (
+            400,
+            "invalid_request",
+            "document.questions[1].question",
+            {"document": {"text": "x", "questions": [{"question": each} for each in ("Why?", " ?", "How?", "Who?")]}},
+        ),
         (400, "invalid_request", "document.lm_weight", {"document": {"text": "x", "recipe": "lm", "lm_weight": 0}}),
         (400, "invalid_request", "document.holdout", {"document": {"recipe": "lm", "holdout": 0.5, **ASKED}}),
         (400, "invalid_request", "document.questions_per_chunk", {"document": {"questions_per_chunk": 3, **ASKED}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +191,12 @@ def _refuse_unused(asked: DocumentSettings) -> None:
 
 
 def _different(asked: DocumentSettings) -> list[UserQuestion]:
-    """Return the user's own questions, each once. Raises `InvalidRequest` if too few are left to evaluate with."""
+    """Return the user's own questions, each once. Raises `InvalidRequest` for one without a word, and if too few are
+    left to evaluate with."""
+    for index, each in enumerate(asked.questions):
+        if not re.search(r"\w", each.question):
+            field = f"document.questions[{index}].question"
+            raise InvalidRequest(f"expected words, got {each.question[:80]!r}", field=field)
     first = {each.question: each for each in reversed(asked.questions)}
     found = [first[text] for text in different(each.question for each in asked.questions)]
     if found and len(found) < (least := least_questions(asked)):
