@@ -122,10 +122,12 @@ class Grammars:
     def _begin(self, grammar: Grammar) -> Future[LLMatcher]:
         found = self._compiled.get(grammar)
         if found is None:
+            # Requests wait for those that are not done: each would be compiled for ever if they displaced one another.
+            done = [each for each, compiling in self._compiled.items() if compiling.done()]
+            for oldest in done[: max(0, len(done) + 1 - CACHED)]:
+                del self._compiled[oldest]
             found = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
             found.add_done_callback(lambda _: self._changed())
-            if len(self._compiled) > CACHED:
-                self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return found
 

@@ -201,6 +201,30 @@ def test_a_queued_request_waits_for_its_grammar_which_may_fail(base: Base, token
     assert ends == {"bad": "failed", "good": FinishReason.STOP}
 
 
+def test_more_requests_may_wait_for_their_own_grammars_than_are_kept(base: Base, tokenizer: Tokenizer) -> None:
+    """Each is compiled once."""
+    may_compile, compiled, count = threading.Event(), threading.Semaphore(0), CACHED + 8
+
+    def load() -> Tokenizer:
+        may_compile.wait()
+        return tokenizer
+
+    kv, grammars = KvCache.for_base(base, 2048, 16), Grammars(load, base.spec.vocab)
+    gen = generator(base, kv, eager(base, kv), grammars, count)
+    grammars.notify(compiled.release)
+    for number in range(count):
+        asked = request(str(number), (5, 6), SamplingParams(max_tokens=1, temperature=0.0))
+        gen.scheduler.arrive(Request(msgspec.structs.replace(asked, grammar=Grammar("regex", f"{number}"))))
+    gen.step()
+    may_compile.set()
+    for _ in range(count):
+        assert compiled.acquire(timeout=60)
+        gen.step()
+    gen.step()
+    assert not gen.scheduler.loading
+    assert not compiled.acquire(blocking=False)
+
+
 def ahead_in_turn(base: Base, kv: KvCache) -> StepExecutor:
     return InTurn(ahead(base, kv))
 
