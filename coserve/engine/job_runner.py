@@ -257,7 +257,7 @@ class JobRunner:
         job, end = active.spec.id, active.end
         del self._active[job]
         self._calls.pop(job, None)
-        if active.resumes:
+        if isinstance(end, JobPaused) and active.resumes:
             self._pending.add(active.spec)
         elif isinstance(end, JobPaused):
             self._paused[job] = active.spec

@@ -79,6 +79,19 @@ async def test_an_order_that_comes_while_the_adapter_is_written_is_too_late(orde
         assert kinds(await at.until(said(jobs.JobSucceeded, "one"))) == [jobs.JobStarted, 2, 4, jobs.JobSucceeded]
 
 
+async def test_a_job_that_is_paused_and_resumed_while_its_adapter_is_written_does_not_run_again() -> None:
+    async with scene(holds="publish", active=1) as at:
+        await hold(at)
+        for order in (jobs.PauseJob(id="one"), jobs.ResumeJob(id="one"), ask("text")):
+            at.api.send(order)
+        await at.until(ended("text"))
+        at.trainer.gate.set()
+        await at.until(said(jobs.JobSucceeded, "one"))
+        at.api.send(start("two"))
+        seen = await at.until(said(jobs.JobSucceeded, "two"))
+        assert kinds(seen) == [jobs.JobStarted, 2, 4, jobs.JobSucceeded]
+
+
 async def test_a_pause_waits_for_the_write_and_saves_the_last_step() -> None:
     async with scene(holds="write") as at:
         await hold(at)
