@@ -25,7 +25,7 @@ from coserve.core.logs import log_event, set_up_logging
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.engine import Engine
 from coserve.engine.job_runner import JobPlaces
-from coserve.engine.lora_server.start import ServersCopies, load_on_servers
+from coserve.engine.lora_server.start import load_on_servers
 from coserve.engine.parts import EngineParts
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
 from coserve.engine.ranks.executor import FollowersCopies, FollowersMemory, RankedExecutor, load_on_all
@@ -33,7 +33,7 @@ from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.progress import OwnRank
 from coserve.engine.ranks.serve import exit_now, load_ranked_base, watched
 from coserve.engine.ranks.trainer import RankedTrainer
-from coserve.engine.spatial.slices_in_flight import TURNS, Marks
+from coserve.engine.spatial.slices_in_flight import TURNS
 from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.starting import EndedAtStart, StartProgress, follow, until_shutdown
 from coserve.engine.threads import EXACT_THREADS, choose_threads, set_up_threads
@@ -85,7 +85,7 @@ def build_engine(
         built = followers.ask(BuildEngine(tokens=pool.tokens))
         read, mirror = load_on_all(read, followers), FollowersCopies(followers)
     if parts.servers is not None:
-        read, mirror = load_on_servers(read, parts.servers), ServersCopies(parts.servers)
+        read, mirror = load_on_servers(read, parts.servers), parts.servers
     budget = parts.host_budget()
     store = AdapterStore(
         read,
@@ -140,7 +140,7 @@ def build_engine(
             memory=parts.job_memory(pool, (lambda: 0) if followers is None else FollowersMemory(followers).taken),
             first_come=config.policy_class.in_batches,
         ),
-        marks=TURNS if training is None else Marks(training.mark, training.between, training.mark_step),
+        marks=TURNS if training is None else training.marks,
         attainment=config.slo_attainment,
         garbage=garbage,
     )

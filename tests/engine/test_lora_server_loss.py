@@ -24,7 +24,7 @@ from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.recorded_step import RecordedStep
 from coserve.engine.lora_server.running import Answered, RunningServers, Server
 from coserve.engine.lora_server.servers import LoraServers
-from coserve.engine.lora_server.start import ServersCopies, load_on_servers
+from coserve.engine.lora_server.start import load_on_servers
 from coserve.engine.lora_server.transport import EngineTransport, ServerTransport, TensorSpec
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
@@ -64,7 +64,7 @@ def make(
     if own is None:
         store = AdapterStore(read, 1 << 30)
     else:
-        store = AdapterStore(load_on_servers(read, own), 1 << 30, mirror=ServersCopies(own), remote=own)
+        store = AdapterStore(load_on_servers(read, own), 1 << 30, mirror=own, remote=own)
     kv = KvCache.for_base(base, tokens, 4)
     executor: StepExecutor = EagerExecutor(base, kv, GROUPED, own)
     if graphs is not None:

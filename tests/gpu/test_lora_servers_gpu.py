@@ -23,7 +23,7 @@ from coserve.core.link.generation import Tokens
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
 from coserve.engine.lora_server.servers import LoraServers
-from coserve.engine.lora_server.start import ServersCopies, load_on_servers, make_servers
+from coserve.engine.lora_server.start import load_on_servers, make_servers
 from coserve.engine.lora_server.terms import HeldPairs
 from coserve.engine.parts import EngineParts
 from coserve.engine.worker import build_engine
@@ -289,7 +289,7 @@ def graphed(folder: Path) -> tuple[Generator, GraphExecutor, LoraServers]:
         load_on_servers(parts.read_adapter, own),
         budget,
         memory=parts.host_memory(budget),
-        mirror=ServersCopies(own),
+        mirror=own,
         placed=base.complete_scales,
         remote=own,
     )

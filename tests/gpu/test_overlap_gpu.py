@@ -86,16 +86,17 @@ def test_between_slices_a_step_sees_the_one_before_and_not_the_one_after(streams
     torch.cuda.synchronize()
     torch.cuda.set_stream(generation)
     made = stream_of_low_priority(training, generation)
+    marks = made.marks
     for number in range(1, 6):
         occupy(training, large, out)
         with made.enter():
             written.fill_(number)
-        with made.between():
+        with marks.between():
             seen.copy_(written)
         with made.enter():
             written.fill_(-1)
-        assert made.mark_step is not None
-        made.mark_step().result(60)
+        assert marks.steps is not None
+        marks.steps().result(60)
         assert seen.item() == number
 
 

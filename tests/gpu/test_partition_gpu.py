@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.engine.spatial.training_stream import StreamMarks, TrainingStream
 from coserve.generate.execution.graphs.shared import make_graph_pool
 from coserve.kernels.gpu.capture import captured
@@ -172,7 +173,7 @@ async def test_an_engine_over_the_parts_gives_what_one_that_takes_turns_gives(
     try:
         both = await served(
             tmp_path / "spatial",
-            TrainingStream(lambda: torch.cuda.stream(stream), StreamMarks(stream).mark, partition.note),
+            TrainingStream(lambda: torch.cuda.stream(stream), Marks(StreamMarks(stream).mark), partition.note),
             policy="spatial",
         )
     finally:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.engine.spatial.training_stream import TrainingStream
 
 
@@ -51,7 +52,7 @@ class HeldDevice:
         self._free.set()
 
     def stream(self) -> TrainingStream:
-        return TrainingStream(self._enter, self.mark, "spatial: a stand-in")
+        return TrainingStream(self._enter, Marks(self.mark), "spatial: a stand-in")
 
     @contextmanager
     def _enter(self) -> Iterator[None]:

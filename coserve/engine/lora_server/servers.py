@@ -20,6 +20,7 @@ from coserve.engine.lora_server.recorded_step import RecordedStep
 from coserve.engine.lora_server.remote_step import RemoteStep, ServerConnection, step_slots
 from coserve.engine.lora_server.running import Answered, RunningServers, Told
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.store.interfaces import CopyMirror
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +45,9 @@ class _Held:
         return not (self.waiting or self.refused) and any(self.bytes.values())
 
 
-class LoraServers:
-    """Implements `RemoteExperts`, and `RemotePairs` of the store. A thread of its own starts the servers; all methods
-    may be called on any thread."""
+class LoraServers(CopyMirror):
+    """Implements `RemoteExperts`, and `RemotePairs` and `CopyMirror` of the store: the servers drop an adapter with the
+    engine's host copy. A thread of its own starts the servers; all methods may be called on any thread."""
 
     def __init__(
         self,

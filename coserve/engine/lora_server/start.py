@@ -18,7 +18,6 @@ from coserve.engine.lora_server.running import Answered, RunningServers, start_s
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.shared import connect_to_server
 from coserve.lora.store.host_memory import Unread
-from coserve.lora.store.interfaces import CopyMirror
 from coserve.lora.store.packing import layout_of
 from coserve.lora.store.store import Load
 from coserve.model.base import Base
@@ -103,16 +102,6 @@ def _note(error: Exception | str) -> str:
     note = f"LoRA servers are reached through host memory, which is slower: {why}"
     log.warning("%s", note)
     return note
-
-
-class ServersCopies(CopyMirror):
-    """Implements `CopyMirror`: when the engine drops its host copy of an adapter, the servers drop their pairs."""
-
-    def __init__(self, servers: LoraServers) -> None:
-        self._servers = servers
-
-    def dropped(self, ref: AdapterRef) -> None:
-        self._servers.dropped(ref)
 
 
 def load_on_servers(load: Load, servers: LoraServers) -> Load:

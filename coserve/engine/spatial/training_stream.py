@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from coserve.config import Config
 from coserve.core.errors import StartupError
-from coserve.engine.spatial.slices_in_flight import Between, Mark
+from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.kernels.gpu.device import count_multiprocessors
 from coserve.kernels.gpu.partition import part_sizes, split_multiprocessors
 
@@ -24,16 +24,13 @@ not get the lowest, because copies of jobs have it, and torch hands out its 32 s
 
 @dataclass(frozen=True)
 class TrainingStream:
-    """Training's stream. `enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for the
-    operator; `between`: see `Between`; `mark_step`: marks of generation's stream, if the engine does not wait for its
-    steps; `captures`: a stream with the same multiprocessors and priority for CUDA graph captures, because other
-    threads load jobs on the first one."""
+    """Training's stream. `enter` makes it the calling thread's current stream; `marks`: how its slices and the steps
+    beside them signal their ends; `note`: for the operator; `captures`: a stream with the same multiprocessors and
+    priority for CUDA graph captures, because other threads load jobs on the first one."""
 
     enter: Callable[[], AbstractContextManager[object]]
-    mark: Mark
+    marks: Marks
     note: str
-    between: Between = nullcontext
-    mark_step: Mark | None = None
     captures: torch.cuda.Stream | None = None
 
 
@@ -69,9 +66,8 @@ def make_training_stream(config: Config, device: torch.device) -> TrainingStream
     else:
         partition = split_multiprocessors(device, config.training_sm_share)
         generation, own = partition.generation.stream, partition.training.stream
-        marks = StreamMarks(own)
-        captures = partition.training.captures
-        made = TrainingStream(lambda: torch.cuda.stream(own), marks.mark, partition.note, captures=captures)
+        marks, captures = Marks(StreamMarks(own).mark), partition.training.captures
+        made = TrainingStream(lambda: torch.cuda.stream(own), marks, partition.note, captures)
     torch.cuda.synchronize(device)  # the weights were loaded on another stream
     torch.cuda.set_stream(generation)
     return made
@@ -88,10 +84,8 @@ def stream_of_low_priority(training: torch.cuda.Stream, generation: torch.cuda.S
 
     return TrainingStream(
         enter=lambda: torch.cuda.stream(training),
-        mark=StreamMarks(training).mark,
+        marks=Marks(StreamMarks(training).mark, between, StreamMarks(generation).mark),
         note="overlap: training and generation share all multiprocessors, and generation's kernels go first",
-        between=between,
-        mark_step=StreamMarks(generation).mark,
         captures=torch.cuda.Stream(training.device, priority=training.priority),  # type: ignore[no-untyped-call]
     )
 
