@@ -35,6 +35,7 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInput
+from coserve.generate.execution.start import CompiledSteps
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
@@ -258,8 +259,10 @@ class PartRunner:
 
     # ---- compiled layers
 
-    def _fused(self, gemms: GemmChoice) -> FusedBase:
-        return FusedBase(self._base, compiled=self._on_gpu, gemms=gemms, opaque_experts=self._opaque_experts)
+    def _fused(self, gemms: GemmChoice, *, compiled: bool = True) -> FusedBase:
+        """Fuse the base's layers, and compile them where the engine does."""
+        compiled = compiled and self._on_gpu
+        return FusedBase(self._base, compiled=compiled, gemms=gemms, opaque_experts=self._opaque_experts)
 
     def _stacked(self) -> list[FrozenWeight]:
         return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
@@ -305,22 +308,13 @@ class PartRunner:
 
     def _slot_kernels(self, rank: int) -> Iterator[tuple[int, int]]:
         """Run the steps that precede the captures in `_graphs`, without compiled layers."""
-        executor = self._executor(
-            FusedBase(self._base, compiled=False, gemms=GemmChoice(), opaque_experts=self._opaque_experts)
-        )
+        executor = self._executor(self._fused(GemmChoice(), compiled=False))
         for done in self._slot_steps(executor, self._first_mixes, rank):
             yield done, len(self._first_mixes)
 
     def _executor(self, fused: FusedBase) -> GraphExecutor:
         """Make an executor that never captures."""
-        return GraphExecutor(
-            fused,
-            self._kv,
-            self._eager,
-            max_running=self._max_running,
-            step_tokens=self._step_tokens,
-            capture=Capture.NEVER,
-        )
+        return CompiledSteps(fused, self._eager, self._max_running, self._step_tokens).executor(self._kv, Capture.NEVER)
 
     def _slot_steps(self, executor: GraphExecutor, mixes: Sequence[Mix], rank: int) -> Iterator[int]:
         """Run steps without graphs. `rank`: LoRA rank of their adapters; 0: no adapters. Yields how many `mixes` are

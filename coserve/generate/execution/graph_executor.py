@@ -133,23 +133,20 @@ class GraphExecutor:
         eager: StepExecutor,
         *,
         max_running: int,
-        slots: int | None = None,
         step_tokens: int = MIXED_TOKENS[-1],
         capture_after: int = CAPTURE_AFTER,
         capture: Capture = Capture.IN_STEPS,
         graph_bytes: GraphBytes | None = None,
         remote: RemoteExperts | None = None,
     ) -> None:
-        """`slots`: adapters on the device at once, at least `max_running`. `step_tokens`: largest step that graphs are
-        captured for. `capture_after`: see `CAPTURE_AFTER`; used with `Capture.IN_STEPS`. `graph_bytes`: counts the
-        memory of captures. `remote`: the LoRA servers, if there are any; `fused` has `opaque_experts` then.
-        """
+        """`step_tokens`: largest step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`; used with
+        `Capture.IN_STEPS`. `graph_bytes`: counts the memory of captures. `remote`: the LoRA servers, if there are any;
+        `fused` has `opaque_experts` then."""
         base, self._remote = fused.base, remote
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
-        most = max(slots or 0, max_running)
         self._adapter_slots = AdapterSlots(
-            fused.groups, most, base.device, fused.exchanges, base.sites.biases, [*base.spec.experts]
+            fused.groups, max_running, base.device, fused.exchanges, base.sites.biases, [*base.spec.experts]
         )
         self._token_slots = TokenSlots(base.device, max(TOKEN_SLOTS, 2 * max_running + 1))
         sharded = base.sharding is not None and base.sharding.strategy is Strategy.SLORA
