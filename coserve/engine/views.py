@@ -106,7 +106,7 @@ class Views:
             self._steps.forget(own)
             self.slices.overlap_speed[kind] = OverlapSpeed()
         elif steps % margin == 0:
-            self._steps.forget_errors(lambda key: key == own)
+            self._steps.forget_errors(own)
 
     @property
     def step_counts(self) -> tuple[StepCounts, ...]:
@@ -137,7 +137,6 @@ class Views:
             first_arrival=plan.first_arrival,
             running=() if plan.blocked else plan.deadlines.view(collected),
             step_tokens=plan.step_tokens,
-            headroom=plan.headroom,
             jobs=jobs,
             alternation=self.alternation.view(self._jobs.in_training),
             train_waiting_since=self.slices.waiting_since if jobs else None,

@@ -36,10 +36,8 @@ class Plan:
     """Tokens of requests that hold pages: decodes, then prompts under way."""
     waiting: tuple[Request, ...]
     """Requests in the queue that can be admitted now, in the order of admission."""
-    headroom: int
-    """How many requests can be admitted now."""
     batch_headroom: int
-    """How many of `headroom` may be batch-class requests."""
+    """How many batch-class requests can be admitted now."""
     queued: int
     """How many requests wait in the queue, `waiting` included."""
     first_arrival: float | None

@@ -253,8 +253,8 @@ class Scheduler:
         blocked = not self.active and self._line.reads
         if self._plan is None or self._plan.blocked != blocked:  # an adapter was evicted, or read again
             active = self.active.first(self.budget.tokens)
-            headroom, batch_headroom = self.headroom, self._batch_headroom
-            waiting = self.queue.waiting(headroom, batch_headroom)
+            batch_headroom = self._batch_headroom
+            waiting = self.queue.waiting(self.headroom, batch_headroom)
             pending = [(request, request.pending) for request in active]
             scheduled = [Scheduled(request, 1) for request, tokens in pending if tokens == 1]
             left = self.budget.tokens - len(scheduled)
@@ -266,7 +266,6 @@ class Scheduler:
             self._plan = Plan(
                 scheduled=scheduled,
                 waiting=waiting,
-                headroom=headroom,
                 batch_headroom=batch_headroom,
                 queued=len(self.queue),
                 first_arrival=self.queue.first_arrival,

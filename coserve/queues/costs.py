@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -204,11 +204,10 @@ class Predictors:
         predictor = self._by_kind.get(kind)
         return predictor is not None and predictor.known
 
-    def forget_errors(self, of: Callable[[Hashable], bool]) -> None:
-        """Reset the risk of these kinds; their expected times stay."""
-        for kind, predictor in self._by_kind.items():
-            if of(kind):
-                predictor.forget_errors()
+    def forget_errors(self, kind: Hashable) -> None:
+        """Reset the risk of this kind; its expected times stay."""
+        if (predictor := self._by_kind.get(kind)) is not None:
+            predictor.forget_errors()
 
     def forget(self, kind: Hashable) -> None:
         self._by_kind.pop(kind, None)

@@ -89,12 +89,12 @@ class InFlight:
 class View:
     """The state of the engine that a decision depends on.
 
-    Requests whose adapters are being read are in neither `waiting` nor `running`, but use headroom: it may be 0 while
-    no request runs.
+    Requests whose adapters are being read are in neither `waiting` nor `running`, but have places in the batch: it may
+    be full while no request runs.
     """
 
     waiting: tuple[Request, ...]
-    """Requests that can be admitted now, at most `headroom`, in order of admission (which may differ from arrival)."""
+    """Requests that can be admitted now, in order of admission (which may differ from arrival)."""
     queued: int
     """How many requests wait, including `waiting`."""
     first_arrival: float | None
@@ -104,8 +104,6 @@ class View:
     compute anything."""
     step_tokens: int
     """Token budget of a generation step."""
-    headroom: int
-    """How many more requests can be admitted."""
     jobs: tuple[str, ...]
     """Jobs that can train, the next one first. Empty while the next one waits for the result of a slice in flight."""
     alternation: Alternation

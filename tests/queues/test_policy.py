@@ -49,7 +49,6 @@ def view(
         first_arrival=min(arrivals, default=None),
         running=tuple(Due(deadline) for deadline in running or []),
         step_tokens=64,
-        headroom=headroom,
         jobs=jobs,
         alternation=alternation,
         train_waiting_since=train_waiting_since,
@@ -181,7 +180,7 @@ class TestSlack:
     def test_steps_until_the_token_count(self) -> None:
         def seen(steps: int) -> View:
             return View(
-                (), 0, None, (Due(1.0, steps),), 64, 3, ("j",), Alternation(), 0.0, Costs(serve=0.3, micro_step=0.02)
+                (), 0, None, (Due(1.0, steps),), 64, ("j",), Alternation(), 0.0, Costs(serve=0.3, micro_step=0.02)
             )
 
         assert self.policy.decide(seen(3), 0.0) == Train("j", 2)
@@ -421,7 +420,7 @@ class TestOverlap:
         costs = replace(
             found.costs, serve=0.02, overlapped=0.03, overlapped_expected=mean, admitting_nobody=found.costs
         )
-        return replace(found, waiting=(Request(arrived, 9.0),), queued=1, headroom=1, costs=costs)
+        return replace(found, waiting=(Request(arrived, 9.0),), queued=1, costs=costs)
 
     def test_a_step_without_prompts_comes_first_where_one_with_them_cannot_run_beside_training(self) -> None:
         begin, mean = 1.0 - 0.012 - TIMER, 0.048
@@ -481,7 +480,7 @@ class TestOverlap:
         assert self.policy.decide(self.seen(0.5, slices=1), 1.0) == Serve(0)
 
     def test_a_full_batch_is_served_at_full_speed(self) -> None:
-        assert self.policy.decide(replace(self.seen(9.0), queued=1, headroom=0), 0.5) == Serve(0)
+        assert self.policy.decide(replace(self.seen(9.0), queued=1), 0.5) == Serve(0)
 
     def test_without_requests_slices_follow_one_another(self) -> None:
         idle = replace(view(jobs=("j",)), costs=Costs(0.0, 0.004))

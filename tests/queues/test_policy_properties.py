@@ -1,4 +1,4 @@
-"""Properties of policies for every view: headroom and queue are respected, no idling while there is work, no
+"""Properties of policies for every view: the queue is respected, no idling while there is work, no
 starvation."""
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ def views(draw: st.DrawFn, max_running: int = 8) -> View:
         first_arrival=min(arrivals, default=None),
         running=running,
         step_tokens=draw(st.integers(1, 4)),
-        headroom=headroom,
         jobs=jobs,
         alternation=draw(alternations),
         train_waiting_since=draw(times) if jobs else None,
@@ -113,7 +112,7 @@ def prepared_on_a_thread(view: View) -> bool:
 def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: float) -> None:
     match policy.decide(view, now):
         case Serve(admit):
-            assert 0 <= admit <= len(view.waiting) <= view.headroom
+            assert 0 <= admit <= len(view.waiting)
             assert admit or view.running, "a step of nobody"
         case Train(job, micro_steps):
             assert job in view.jobs and job in (view.jobs[0], view.alternation.job)
@@ -133,7 +132,7 @@ def test_no_decision_leads_back_to_itself(policy: Policy, view: View, now: float
         case Wait(until) if until is not None:
             assert not isinstance(policy.decide(view, until), Wait)
         case Wait() if not prepared_on_a_thread(view):
-            assert not (view.headroom and view.waiting), "somebody could be admitted"
+            assert not view.waiting, "somebody could be admitted"
         case Serve(0):
             assert view.running, "nobody can compute anything"
         case _:
@@ -144,7 +143,7 @@ def test_no_decision_leads_back_to_itself(policy: Policy, view: View, now: float
 def test_same_view_same_decision(policy: Policy, view: View, now: float) -> None:
     before = copy.deepcopy(view)
     first = policy.decide(view, now)
-    policy.decide(View((), 0, None, (), 1, 1, ("other",), Alternation("x", 3, 3), 0.0, Costs(1, 1)), now + 7)
+    policy.decide(View((), 0, None, (), 1, ("other",), Alternation("x", 3, 3), 0.0, Costs(1, 1)), now + 7)
     assert policy.decide(before, now) == first
     assert view == before
 
@@ -212,7 +211,7 @@ def test_overlap_launches_nothing_that_breaks_a_promise(patience: float, view: V
             assert min(alone, overlapped) <= due.deadline + 1e-9
 
 
-TINY_MICRO_STEP = View((), 0, None, (), 1, 1, ("j",), Alternation(), 0.0, Costs(0.0, 5e-324))
+TINY_MICRO_STEP = View((), 0, None, (), 1, ("j",), Alternation(), 0.0, Costs(0.0, 5e-324))
 
 
 @example(TINY_MICRO_STEP, 0.0)
