@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,16 +17,18 @@ import torch
 
 from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.errors import AdapterNotFound, EngineFault
+from coserve.core.link.channel import Channel
 from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.link.jobs import JobFailed, JobNote, JobSucceeded
-from coserve.core.link.link import FromEngine
+from coserve.core.link.link import FromEngine, PeerLost
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterDigests, AdapterRef, Slo
 from coserve.data.corpus.batch import Batch, Example
-from coserve.engine.ranks.commands import RunVerb, command_decoder, command_encoder
+from coserve.engine.ranks.commands import Answer, AnyCommand, MeasurePool, RunVerb, command_decoder, command_encoder
 from coserve.engine.ranks.executor import FollowersCopies, FollowersMemory, RankedExecutor, load_on_all
 from coserve.engine.ranks.follower import FollowerParts
-from coserve.engine.ranks.followers import RankLost
+from coserve.engine.ranks.followers import Followers, RankLost
+from coserve.engine.ranks.progress import Progress
 from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.finetune.losses.loss import Ppo
 from coserve.finetune.memory_limits import StepRecompute
@@ -245,6 +248,22 @@ def test_a_verb_arrives_as_it_was_sent() -> None:
         assert np.array_equal(getattr(found, name), getattr(row, name))
         assert getattr(found, name).dtype == getattr(row, name).dtype
     assert found.sampled_K is found.advantages_K is None
+
+
+def test_an_answer_after_another_rank_is_gone_is_no_error_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    (ours, theirs), (gone_ours, gone) = socket.socketpair(), socket.socketpair()
+    followers = Followers([ours, gone_ours], Progress())
+    rank = Channel[Answer, AnyCommand](theirs, command_decoder())
+    answers, asked = followers.ask(MeasurePool()), rank.receive()
+    gone.close()
+    with pytest.raises(RankLost, match="rank 2 of 3 is gone"):
+        answers.wait()
+    assert isinstance(asked, MeasurePool)
+    rank.send(Answer(asked.number))
+    with pytest.raises(PeerLost):
+        rank.receive()
+    rank.close()
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == ["rank 2 of 3 is gone"]
 
 
 def never(tokens: int) -> object:

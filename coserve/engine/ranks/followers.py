@@ -147,6 +147,8 @@ class Followers:
             while True:
                 answer = channel.receive()
                 with self._lock:
+                    if self._lost is not None:
+                        return  # nobody waits for it any more
                     if self._asked[answer.number].add(rank, answer):
                         del self._asked[answer.number]
         except Exception as error:  # an unreadable answer counts as none
