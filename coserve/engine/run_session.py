@@ -61,11 +61,8 @@ class SessionRun(JobRun):
             done = CallDone(id=self.id, number=call.number, values=result.values, metrics=result.metrics)
             self._services.send(done)
 
-    async def stop(self) -> None:
-        """Abandon the call that is being computed. Files that a call writes are complete by then."""
-        self.turn = None
-        if self.loaded:
-            self._trainer.abandon(self.id)
+    async def _save(self) -> None:
+        """Save nothing: the client asks for what it wants to keep."""
 
     async def _execute(self, call: CallSession) -> Result:
         match call.call:
