@@ -34,7 +34,6 @@ differ in size."""
 class _Running:
     """A command being executed."""
 
-    number: int
     kind: str
     thread: int
     """`threading.get_ident` of the executing thread."""
@@ -67,7 +66,7 @@ class Progress:
     def command(self, number: int, kind: str) -> Iterator[None]:
         """Context for the execution of a command. `kind`: commands of one kind are expected to take about equally
         long."""
-        running = _Running(number, kind, threading.get_ident())
+        running = _Running(kind, threading.get_ident())
         self._running, self._done = running, max(self._done, number - 1)  # commands are executed in order
         try:
             yield

@@ -56,8 +56,6 @@ class _Work:
     began: float
     seconds: float
     """Predicted duration."""
-    expected: float
-    """Predicted time of its end."""
     done: Future[None]
     end: _End = field(default_factory=_End)
 
@@ -153,7 +151,7 @@ class SlicesInFlight:
 
     def _give(self, slice: LaunchedSlice | None, began: float, seconds: float, done: Future[None]) -> None:
         self._until = max(began, self._until) + seconds
-        work = _Work(slice, began, seconds, self._until, done)
+        work = _Work(slice, began, seconds, done)
         self._works.append(work)
         done.add_done_callback(partial(self._note_end, work.end))
 
@@ -201,7 +199,7 @@ class SlicesInFlight:
                 found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end, *overlapped))
             self._last_end = self._until = end
             for work in self._works:
-                work.expected = self._until = max(work.began, self._until) + work.seconds
+                self._until = max(work.began, self._until) + work.seconds
         return found
 
     def _overlap_in(self, began: float, end: float) -> tuple[float, StepKind | None]:
