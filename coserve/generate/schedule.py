@@ -211,7 +211,8 @@ class Scheduler:
         they left the queue."""
         for request, ref in [(each, each.adapter) for each in self.loading]:
             if ref is not None and request.awaits_adapter:
-                if not self._adapters.reading(ref):
+                # asked in any case, so that the grammar stays; the cache may have dropped it all the same
+                if self._has_grammar(request) and not self._adapters.reading(ref):
                     self.loading.remove(request)
                     self._enter(request, self._adapters.failure(ref))
                     self._adapters.waited(ref)

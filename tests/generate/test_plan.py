@@ -8,7 +8,9 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from coserve.core.grammar import Grammar
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
@@ -140,6 +142,23 @@ def test_who_waits_for_an_adapter_holds_a_place_and_enters_when_it_was_read() ->
     batch.adapters.unread.clear()
     scheduler.take_loaded()
     assert (first.state, scheduler.loading, batch.adapters.awaited) == (State.ACTIVE, [], [])
+
+
+def test_who_waits_for_an_adapter_waits_again_for_a_grammar_that_was_dropped_meanwhile() -> None:
+    """Others displaced it in the cache: it is compiled again on its thread, not by the step that needs it."""
+    adapters, cold, grammar = BareAdapters(), AdapterRef("cold", 1), Grammar("regex", "a")
+    compiled = {grammar}
+    scheduler = Scheduler(BarePages(9, 16), adapters, max_running=8, step_tokens=64, compiled=compiled.__contains__)
+    adapters.unread.add(cold)
+    scheduler.arrive(waits := Request(replace(asked("waits", 5, adapter="cold").message, grammar=grammar)))
+    assert not next_scheduled(scheduler) and scheduler.loading == [waits]
+    compiled.clear()
+    adapters.unread.clear()
+    scheduler.take_loaded()
+    assert (waits.state, scheduler.loading) == (State.LOADING, [waits])
+    compiled.add(grammar)
+    scheduler.take_loaded()
+    assert (waits.state, scheduler.loading, adapters.awaited) == (State.ACTIVE, [], [])
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "broken"])
