@@ -39,22 +39,17 @@ def publication(
     later. The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
     """
     id, ref = loop.spec.id, loop.result
+    copy = publish_adapter(ref, final, base, folder, store, files=True)
 
     def write() -> Callable[[], Published]:
-        weights = final()
-        _refuse_non_finite(weights, base)
         try:
-            write_files(ref, weights, base, folder)
+            serve = copy()
         except StorageError as error:
             waiting = waiting_for_disk(id, error)
             return lambda: waiting
-        served = served_copy(weights, base, store)
-        if served is None:
-            log.warning("job %s: no memory for a copy of its adapter: the first request reads the files", id)
 
         def publish() -> JobSucceeded:
-            if served is not None:
-                store.publish(ref, served)
+            serve()
             return JobSucceeded(id=id, ref=ref)
 
         return publish
@@ -106,13 +101,11 @@ class Snapshot:
     """See `snapshot`."""
 
 
-def unevaluated() -> JobOutOfMemory:
-    """The error of a job whose adapter must be evaluated before it is published, but has no host copy for requests."""
-    return JobOutOfMemory("no host memory for the copy of the adapter that is evaluated before it is published")
-
-
-def snapshot_without_memory(job: str, step: int) -> JobNote:
-    """The message about a snapshot for which there was no host memory."""
+def snapshot_without_memory(job: str, step: int, *, required: bool) -> JobNote:
+    """Return the message about a snapshot for which there was no host memory. Raises `JobOutOfMemory` for one that is
+    `required`: see `snapshot`."""
+    if required:
+        raise JobOutOfMemory("no host memory for the copy of the adapter that is evaluated before it is published")
     return JobNote(id=job, message=without_samples(step, "no host memory for a copy of the adapter"))
 
 
@@ -136,10 +129,9 @@ def snapshot(
 
     def copy() -> Callable[[], JobSnapshot | JobNote]:
         served = served_copy(weights(), base, store)
-        if served is None and required:
-            raise unevaluated()
         if served is None:
-            return lambda: snapshot_without_memory(id, step)
+            note = snapshot_without_memory(id, step, required=required)
+            return lambda: note
 
         def publish() -> JobSnapshot:
             store.publish(ref, served, temporary=True)
@@ -186,12 +178,14 @@ def publish_adapter(
 
     def copy() -> Callable[[], None]:
         own = weights()
-        _refuse_non_finite(own, base)
+        refuse_non_finite((tensor for _, tensor in named_tensors(own)), base.dtype)
         if files:
             write_files(ref, own, base, folder)
         served = served_copy(own, base, store)
         if served is None and not files:
             raise RequestOutOfMemory("no host memory for a copy of the adapter")
+        if served is None:
+            log.warning("adapter %s: no host memory for a copy of it: the first request reads the files", ref)
 
         def publish() -> None:
             if served is not None:
@@ -200,10 +194,6 @@ def publish_adapter(
         return publish
 
     return copy
-
-
-def _refuse_non_finite(weights: LoraWeights, base: Base) -> None:
-    refuse_non_finite((tensor for _, tensor in named_tensors(weights)), base.dtype)
 
 
 def write_files(ref: AdapterRef, weights: LoraWeights, base: Base, folder: DataFolder) -> None:

@@ -14,7 +14,7 @@ from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.engine.ranks import commands
 from coserve.engine.ranks.followers import Answers, Followers, RankLost
-from coserve.finetune.publication import snapshot_without_memory, unevaluated, waiting_for_disk
+from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
 from coserve.finetune.sessions.session import Verb
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.finetune.sessions.trainee import Outcome, how_to_retry, judge
@@ -163,15 +163,15 @@ class RankedTrainer(Trainer):
                     publish = own.copy()
                 finally:
                     answers.settle()  # so that no copy is dropped while it is being made
-                copied = all(answers.wait())
-                if own.required and not copied:
-                    raise unevaluated()
+                note = None
+                if not all(answers.wait()):
+                    note = snapshot_without_memory(job, own.step, required=own.required)
             except Exception:
                 drop()
                 raise
 
             def commit() -> JobSnapshot | JobNote:
-                message = publish() if copied else snapshot_without_memory(job, own.step)
+                message = note or publish()
                 if isinstance(message, JobNote):
                     drop()
                 return message
