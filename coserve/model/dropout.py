@@ -15,7 +15,7 @@ from coserve.model.parallel.modules import SiteShard
 
 @dataclass(frozen=True)
 class DropoutSpec:
-    """LoRA dropout of one training forward: each input element of a pair is dropped with probability `p`.
+    """LoRA dropout of one training forward: each input element of a pair is dropped with probability `p` > 0.
 
     A site's mask is a function of (`seed`, site, shape) only, so that a recomputed forward, or a resumed job, drops the
     same elements. `seed` must change with every micro-batch.
@@ -49,11 +49,6 @@ class SegmentDropout:
 
     bounds: Sequence[int]
     specs: Sequence[DropoutSpec | None]
-
-    @property
-    def p(self) -> float:
-        """The largest probability."""
-        return max(0.0 if spec is None else spec.p for spec in self.specs)
 
     def apply(self, x_TD: Tensor, site: str, shard: SiteShard | None = None) -> Tensor:
         """See `DropoutSpec.apply`."""

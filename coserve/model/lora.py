@@ -256,8 +256,6 @@ class LoraSites:
         """Return the context of forwards with this batch. Call it once a step: it serves all layers, forward and
         backward."""
         backend, dropout = batch.backend, batch.dropout
-        if dropout is not None and not dropout.p:
-            dropout = None
         learned = any(
             pair.a_RD.requires_grad for adapter in batch.adapters for pair in islice(adapter.sites.values(), 1)
         )

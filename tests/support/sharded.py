@@ -126,7 +126,8 @@ def gradients_of(base: Base, kind: Kind, dropout: float = 0.0) -> tuple[float, M
         pair.a_RD.requires_grad_()
         pair.b_OR.requires_grad_()
     tokens = tokens_of(16)
-    lora = LoraBatch(Segments((0, 16), (0,)), (weights,), GROUPED, DropoutSpec(dropout, seed=3))
+    dropped = DropoutSpec(dropout, seed=3) if dropout else None
+    lora = LoraBatch(Segments((0, 16), (0,)), (weights,), GROUPED, dropped)
     logits = base.forward(tokens, torch.arange(16), PackedAttention((0, 16)), lora=lora, keep=None)
     loss = cross_entropy(logits[:-1], tokens[1:])
     loss.backward()
@@ -199,7 +200,7 @@ def train(
     if state is not None:
         optimizer.restore(state, steps=begin)
     for step in range(begin, end):
-        dropped = DropoutSpec(dropout, seed=step)
+        dropped = DropoutSpec(dropout, seed=step) if dropout else None
         segments, adapters = Segments((0, rows.tokens), (0,)), (optimizer.weights(),)
         lora = LoraBatch(segments, adapters, make_backend(backend), dropped, kept)
         optimizer.compute_scales()

@@ -22,7 +22,7 @@ class MicroStep(StrEnum):
     """The update of the weights, one micro-step per optimizer step; with paged moments one per
     `admission.optimizers.SLICE` of it, and with DoRA one more per `finetune.dora_scales.SITES_AT_ONCE` sites."""
     EVALUATE = "evaluate"
-    """One layer's forward without gradients, for an evaluation or a teacher."""
+    """One layer's forward without gradients, for an evaluation, a teacher or a reference."""
     EVALUATE_HEAD = "evaluate_head"
     RESULT = "result"
     """The host reads the results of earlier micro-steps and continues with them. Used only if slices overlap

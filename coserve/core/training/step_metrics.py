@@ -51,7 +51,7 @@ class StepMetrics(Wire, frozen=True):
     token_accuracy: float | None = None
     """Fraction of target tokens that have the largest logit, 0 to 1."""
     perplexity: float | None = None
-    """exp(`loss`), capped at exp(88); None for a job with a teacher or a preference loss."""
+    """exp(`loss`), capped at exp(88); None for a job with a teacher, soft targets or a preference loss."""
     valid_token_accuracy: float | None = None
     valid_perplexity: float | None = None
     """Like `perplexity`, for `valid_loss`."""

@@ -22,17 +22,16 @@ def takes(context: ForwardContext, *, learns: bool) -> bool:
 
 def uncompiled(spec: JobSpec) -> list[str]:
     """Notes for the operator on the parts of a job that do not run compiled layers."""
-    found = []
-    if spec.lora.dropout > 0:
-        found.append("its layers run operation by operation: compiled ones do without LoRA dropout")
-    if spec.lora.target_parameters:
-        found.append("its layers run operation by operation: compiled ones do without adapters of experts")
-    if spec.prefix:
-        found.append("its layers run operation by operation: compiled ones do without a cartridge or an encoder")
-    if spec.lora.trainable_token_indices or any(
-        "embed" in name or name.endswith("wte") for name in spec.lora.targets or ()
-    ):
-        found.append("its layers run operation by operation: compiled ones do without adapters of the embedding")
+    lora = spec.lora
+    parts = {
+        "LoRA dropout": lora.dropout > 0,
+        "adapters of experts": lora.target_parameters,
+        "a cartridge or an encoder": spec.prefix,
+        "adapters of the embedding": lora.trainable_token_indices
+        or any("embed" in name or name.endswith("wte") for name in lora.targets or ()),
+    }
+    without = "its layers run operation by operation: compiled ones do without"
+    found = [f"{without} {part}" for part, present in parts.items() if present]
     if spec.teacher is not None:
         found.append("its teacher's forward runs operation by operation: compiled layers are for adapters that learn")
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import AttentionFields, AttentionParams
-from coserve.model.forward_context import current, register_ops
+from coserve.model.forward_context import ATTENTION_FIELDS, current, register_ops
 from coserve.model.parallel.mesh import LoneRank
 from coserve.model.training.running_pass import RunningPass
 
@@ -86,7 +86,6 @@ def _attended(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN
 
 
 def _register() -> torch.library.Library:
-    params = "float scaling, int? window, float? softcap, Tensor? sinks, bool chunked"
     qkv = "Tensor q, Tensor k, Tensor v"
     ops = register_ops(
         (
@@ -103,13 +102,13 @@ def _register() -> torch.library.Library:
         ),
         (
             "attend_rows",
-            f"({qkv}, {params}) -> Tensor",
+            f"({qkv}, {ATTENTION_FIELDS}) -> Tensor",
             _attend,
             lambda q, k, v, *_: q.new_empty((q.shape[1], q.shape[0], v.shape[2])),
         ),
         (
             "attend_rows_backward",
-            f"(Tensor dout, {qkv}, Tensor out, {params}) -> (Tensor, Tensor, Tensor)",
+            f"(Tensor dout, {qkv}, Tensor out, {ATTENTION_FIELDS}) -> (Tensor, Tensor, Tensor)",
             _attend_backward,
             _attend_backward_fake,
         ),
