@@ -10,7 +10,6 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from coserve.admission.optimizers import QUANTIZED
 from coserve.core.training.schemas import OptimStepRequest
 from coserve.core.training.settings import TrainingSettings
 
@@ -34,6 +33,11 @@ class WeightRange:
     memory if their moments are paged."""
     times: float
     """Learning-rate factor, relative to the schedule."""
+
+    def split(self, at_once: int) -> list[tuple[Tensor, ...]]:
+        """Cut the range into chunks of `at_once` weights: of each, views of weights, gradients and moments."""
+        tensors, size = (self.weights_N, self.grads_N, *self.moments), len(self.weights_N)
+        return [*zip(*(torch.split(one, at_once * len(one) // size) for one in tensors), strict=True)]
 
 
 class UpdateRule(Protocol):
@@ -104,16 +108,7 @@ class Lion:
         self._beta1, self._beta2 = training.beta1, training.beta2
         self._weight_decay = training.weight_decay
         self._times = [each.times for each in ranges]
-        self._parts = [
-            [
-                *zip(
-                    *(torch.split(tensor, at_once) for tensor in (each.weights_N, each.grads_N, *each.moments)),
-                    strict=True,
-                )
-            ]
-            for each in ranges
-        ]
-        """Chunks of each range: weights, gradients, moments."""
+        self._parts = [each.split(at_once) for each in ranges]
 
     @torch.no_grad()
     def update(self, number: int, learning_rate: float) -> None:
@@ -148,20 +143,7 @@ class EightBit:
         self._steps, self._times = [0] * len(ranges), [each.times for each in ranges]
         device = ranges[0].weights_N.device
         self._signed, self._unsigned = (create_dynamic_map(signed=signed).to(device) for signed in (True, False))
-        self._parts = [
-            [
-                *zip(
-                    *(torch.split(tensor, at_once) for tensor in (each.weights_N, each.grads_N)),
-                    *(
-                        torch.split(tensor, at_once if tensor.dtype == torch.uint8 else at_once // QUANTIZED)
-                        for tensor in each.moments
-                    ),
-                    strict=True,
-                )
-            ]
-            for each in ranges
-        ]
-        """Chunks of each range: weights, gradients, moments."""
+        self._parts = [each.split(at_once) for each in ranges]
 
     @torch.no_grad()
     def update(self, number: int, learning_rate: float) -> None:
