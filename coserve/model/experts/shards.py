@@ -90,7 +90,6 @@ class ExpertPartition:
             a=MatrixPartition(self._stacked(rank), self.inputs),
             b=MatrixPartition(self._stacked(self.outputs), rank),
             experts=self.experts.local,
-            whole_experts=self.experts.size,
         )
 
     def _stacked(self, rows: Features) -> Features:

@@ -66,7 +66,6 @@ class PairPartition:
     whole_b_blocks: int = 1
     experts: int = 1
     """Experts whose pairs are stacked in one rank's shard."""
-    whole_experts: int = 1
 
     def shard(self, whole: LoraPair, rank: int) -> LoraPair:
         """Return the rank's shard of a pair, without `main_grads`; differentiable."""
@@ -80,11 +79,6 @@ class PairPartition:
         if self.strategy is Strategy.SLORA:
             return FullyShardedPair(a, b, scaling, shards=b.shape[1] // a.shape[0])
         return LoraPair(a, b, scaling, a_blocks=self.a_blocks, b_blocks=self.b_blocks, experts=self.experts)
-
-    def whole(self, a: Tensor, b: Tensor, scaling: float) -> LoraPair:
-        """Return the whole pair with these matrices."""
-        blocks, experts = (self.whole_a_blocks, self.whole_b_blocks), self.whole_experts
-        return LoraPair(a, b, scaling, a_blocks=blocks[0], b_blocks=blocks[1], experts=experts)
 
 
 def partition_pair(site: SitePartition, pair: LoraPair, strategy: Strategy) -> PairPartition:
