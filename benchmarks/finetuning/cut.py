@@ -21,7 +21,7 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.losses.chunked import Likelihood, target_chunks
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import PackedRows, pack_rows
+from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
@@ -29,6 +29,7 @@ from coserve.model.base import Base
 from coserve.model.forward_context import running
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
+from tests.support.finetuning import pack_rows
 
 
 class BothWays:

@@ -32,7 +32,6 @@ from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
@@ -43,6 +42,7 @@ from coserve.model.settings import refuse_config
 from coserve.model.wrappers import model_class
 from tests.support.executors import eager
 from tests.support.families import VOCAB, tiny_family
+from tests.support.finetuning import pack_rows
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone
 from tests.support.shelf import Shelf

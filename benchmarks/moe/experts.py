@@ -40,7 +40,6 @@ from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -48,6 +47,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.workloads.provisioning import MoeShape
+from tests.support.finetuning import pack_rows
 
 FULL = Shape(24, 2048, 6144, 32, 4, 151936, 8192, "cuda", 256, 8192, 560_000)
 TINY = Shape(2, 32, 48, 4, 2, 256, 256, "cpu", 4, 32, 4096)

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coserve.core.errors import InvalidRequest
-from coserve.data.corpus.batch import Batch, Example, Floats, corpus_batch
-from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.batch import Batch, Example, Floats
 from coserve.kernels.gpu.device import to_device
 from coserve.kernels.lora.segments import Segments
 
@@ -94,11 +93,6 @@ class PackedRows:
     def job_targets(self) -> tuple[int, ...]:
         """Number of targets of each job, in their order in `keep_K`."""
         return tuple(targets for _, targets in self.jobs) or (self.targets,)
-
-
-def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> PackedRows:
-    """Pack rows of the corpus, given by index."""
-    return pack_jobs([corpus_batch(corpus, rows)], device)
 
 
 def pack_jobs(batches: Sequence[Batch], device: torch.device, tokens_in_all: int = 0) -> PackedRows:

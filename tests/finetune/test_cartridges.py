@@ -21,12 +21,12 @@ from coserve.data.documents.encoder import encoder_rows, prefix_tokens
 from coserve.finetune.encoder import beside, encode, with_encoder
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_jobs, pack_rows
+from coserve.finetune.packed_rows import pack_jobs
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.files import embeddings, load_adapter, prefix_pairs
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import sample
-from tests.support.finetuning import CPU, random_corpus, tiny_base
+from tests.support.finetuning import CPU, pack_rows, random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED, lora_of
 from tests.support.records import make_spec
 from tests.support.tiny_models import VOCAB, tiny_model

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.losses.chunked import Likelihood, target_chunks
-from coserve.finetune.packed_rows import PackedRows, pack_jobs, pack_rows
-from tests.support.finetuning import CPU, random_corpus
+from coserve.finetune.packed_rows import PackedRows, pack_jobs
+from tests.support.finetuning import CPU, pack_rows, random_corpus
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])

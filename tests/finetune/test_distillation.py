@@ -16,7 +16,7 @@ from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import PackedRows, pack_rows
+from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.files.conversion import ConversionOptions, convert_adapter
@@ -25,7 +25,16 @@ from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
-from tests.support.finetuning import CPU, Bench, changing_adapter, gradient_sums, job_spec, metrics_of, random_corpus
+from tests.support.finetuning import (
+    CPU,
+    Bench,
+    changing_adapter,
+    gradient_sums,
+    job_spec,
+    metrics_of,
+    pack_rows,
+    random_corpus,
+)
 from tests.support.lora_backends import GROUPED, SEGMENTED, lora_of
 
 CORPUS = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))

@@ -25,7 +25,6 @@ from coserve.finetune.losses.loss import Loss
 from coserve.finetune.memory_limits import BatchLimits
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.lora.files.record import record_adapter
 from coserve.lora.store.files import save_adapter
 from coserve.model.base import Base
@@ -36,6 +35,7 @@ from tests.support.finetuning import (
     gradient_sums,
     job_spec,
     metrics_of,
+    pack_rows,
     random_corpus,
     random_pairs,
     tiny_base,

@@ -15,8 +15,8 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import EmbeddingNoise, add_noise, pack_jobs, pack_rows
-from tests.support.finetuning import CPU, random_corpus, random_pairs, tiny_base
+from coserve.finetune.packed_rows import EmbeddingNoise, add_noise, pack_jobs
+from tests.support.finetuning import CPU, pack_rows, random_corpus, random_pairs, tiny_base
 from tests.support.lora_backends import lora_of
 from tests.support.tiny_models import tiny_model
 

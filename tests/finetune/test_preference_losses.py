@@ -18,9 +18,8 @@ from coserve.finetune.losses.loss import Loss
 from coserve.finetune.losses.preferences import pair_loss
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.model.base import Base
-from tests.support.finetuning import Bench, changing_adapter, job_spec, metrics_of, random_pairs
+from tests.support.finetuning import Bench, changing_adapter, job_spec, metrics_of, pack_rows, random_pairs
 from tests.support.lora_backends import lora_of
 
 TINY = Path(coserve.__file__).parent / "assets" / "tiny"

@@ -15,7 +15,6 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, MicroSteps, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
@@ -27,7 +26,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.wrappers import drop_other_parts
 from tests.support.examples import sample
 from tests.support.families import VOCAB, tiny_family, tiny_gemma3n
-from tests.support.finetuning import CPU, gradient_sums, random_corpus, started
+from tests.support.finetuning import CPU, gradient_sums, pack_rows, random_corpus, started
 from tests.support.lora_backends import GROUPED, SEGMENTED
 
 FAMILIES = ("gemma3n_text", "gemma4_text")

@@ -20,7 +20,6 @@ from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.grouped import GroupedBackend, GroupedLora
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
@@ -33,7 +32,7 @@ from coserve.model.forward_context import current
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from tests.support.examples import sample
-from tests.support.finetuning import CPU, SETTINGS, gradient_sums, random_corpus, started, tiny_base
+from tests.support.finetuning import CPU, SETTINGS, gradient_sums, pack_rows, random_corpus, started, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED, lora_of
 from tests.support.tiny_models import tiny_model
 

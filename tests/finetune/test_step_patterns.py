@@ -12,12 +12,11 @@ from coserve.core.types import LoraSettings
 from coserve.finetune.layers.eager import add_gradients
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.model.base import Base, wrap_base
 from tests.support.examples import examples
-from tests.support.finetuning import CPU, random_corpus, started
+from tests.support.finetuning import CPU, pack_rows, random_corpus, started
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED, lora_of
 from tests.support.tiny_models import tiny_model
 

@@ -15,7 +15,6 @@ from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
@@ -24,7 +23,7 @@ from coserve.model.lora import LoraBatch
 from coserve.model.parallel.mesh import LoneRank
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.families import tiny_family
-from tests.support.finetuning import random_corpus
+from tests.support.finetuning import pack_rows, random_corpus
 from tests.support.lora_backends import SEGMENTED
 from tests.support.sharded import save_base
 from tests.support.tiny_models import tiny_model

@@ -13,7 +13,6 @@ from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
@@ -24,7 +23,7 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.executors import graphs
-from tests.support.finetuning import random_corpus
+from tests.support.finetuning import pack_rows, random_corpus
 from tests.support.generation import adapter, collect, prompt
 from tests.support.gpu_engine import gpu_base, request, texts
 from tests.support.lora_backends import GROUPED, REFERENCE, SEGMENTED

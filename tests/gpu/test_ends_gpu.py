@@ -15,7 +15,7 @@ from coserve.finetune.encoder import encode, with_encoder
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_jobs, pack_rows
+from coserve.finetune.packed_rows import pack_jobs
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -25,7 +25,7 @@ from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.executors import graphs
-from tests.support.finetuning import random_corpus
+from tests.support.finetuning import pack_rows, random_corpus
 from tests.support.generation import adapter, collect, prompt
 from tests.support.gpu_engine import gpu_base, request, texts
 from tests.support.lora_backends import REFERENCE, SEGMENTED

@@ -14,7 +14,6 @@ from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.lora.segments import Segments
@@ -27,7 +26,7 @@ from coserve.model.load import load_base
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.families import tiny_family
-from tests.support.finetuning import random_corpus
+from tests.support.finetuning import pack_rows, random_corpus
 from tests.support.generation import prompt
 from tests.support.gpu_engine import request, texts
 from tests.support.lora_backends import SEGMENTED

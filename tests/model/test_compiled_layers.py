@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from coserve.core.errors import UnsupportedBase
 from coserve.finetune.memory_limits import AS_CONFIGURED, StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
-from coserve.finetune.packed_rows import PackedRows, pack_rows
+from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
@@ -28,7 +28,7 @@ from coserve.model.training.compiled_layers import CompiledLayers, relative_erro
 from coserve.model.training.kinds import kind_of
 from coserve.model.training.trace import Compile, CompiledLayer, trace_layer
 from tests.support.families import tiny_family
-from tests.support.finetuning import CPU, Bench, job_spec, random_corpus, started, tiny_base
+from tests.support.finetuning import CPU, Bench, job_spec, pack_rows, random_corpus, started, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.interpreted import interpreted
 from tests.support.lora_backends import GROUPED, SEGMENTED

@@ -18,7 +18,6 @@ from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.targets import resolve_targets
 from coserve.lora.store.files import load_adapter
@@ -26,7 +25,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
-from tests.support.finetuning import Bench, job_spec, random_corpus
+from tests.support.finetuning import Bench, job_spec, pack_rows, random_corpus
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import adapted, alone, packed, save_peft, tokens_of
 

@@ -23,7 +23,6 @@ from coserve.core.types import AdapterRef, Slo
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
 from coserve.lora.store.files import load_adapter
@@ -43,6 +42,7 @@ from tests.support.families import (
     SERVED_SINCE_5_24,
     tiny_family,
 )
+from tests.support.finetuning import pack_rows
 from tests.support.host_waits import copies_from_the_host
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, save_peft

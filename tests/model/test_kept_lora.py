@@ -7,11 +7,10 @@ import torch
 
 from coserve.core.types import LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import KeptLora, LoraBatch
 from tests.support.examples import by_day
-from tests.support.finetuning import CPU, random_corpus, started, tiny_base
+from tests.support.finetuning import CPU, pack_rows, random_corpus, started, tiny_base
 from tests.support.lora_backends import SEGMENTED
 
 CORPUS = random_corpus()

@@ -16,7 +16,6 @@ from coserve.core.errors import UnsupportedBase
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
-from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.peft import QUANTIZATION, inspect_adapter
@@ -32,7 +31,7 @@ from coserve.model.quantized.modules import QuantizedLinear
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.executors import graphs
 from tests.support.families import tiny_family
-from tests.support.finetuning import CPU, Bench, gradient_sums, job_spec, metrics_of, random_corpus, started
+from tests.support.finetuning import CPU, Bench, gradient_sums, job_spec, metrics_of, pack_rows, random_corpus, started
 from tests.support.generation import collect, prompt, request
 from tests.support.interpreted import interpreted
 from tests.support.lora_backends import GROUPED, SEGMENTED

@@ -22,7 +22,6 @@ from coserve.finetune.losses.loss import Loss
 from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, wrap_base
@@ -32,7 +31,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import Compile, inductor
 from tests.support.examples import in_turns, on_days
-from tests.support.finetuning import CPU, SETTINGS, random_corpus, random_pairs, started, tiny_base
+from tests.support.finetuning import CPU, SETTINGS, pack_rows, random_corpus, random_pairs, started, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.interpreted import interpreted
 from tests.support.lora_backends import SEGMENTED

@@ -22,12 +22,14 @@ from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
+from coserve.data.corpus.batch import corpus_batch
 from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_limits import BatchLimits
 from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import PackedRows, pack_jobs
 from coserve.finetune.sessions.followed import FollowedSessions
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.finetune.trainer import Trainer
@@ -61,6 +63,11 @@ def random_corpus(seed: int = 0, lengths: Sequence[int] = (9, 5, 12, 3, 7, 8), l
     target[bounds[1:] - 1] = 1
     target[bounds[:-1]] = 0
     return Corpus(tokens, target, bounds)
+
+
+def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> PackedRows:
+    """Rows of a corpus, given by index, as one job's batch."""
+    return pack_jobs([corpus_batch(corpus, rows)], device)
 
 
 def random_pairs(seed: int = 0, rows: int = 5) -> Corpus:

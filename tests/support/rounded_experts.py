@@ -17,7 +17,6 @@ from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
@@ -25,7 +24,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.families import tiny_family
-from tests.support.finetuning import random_corpus
+from tests.support.finetuning import pack_rows, random_corpus
 from tests.support.lora_backends import GROUPED
 
 BOTH = ("experts.gate_up_proj", "experts.down_proj")

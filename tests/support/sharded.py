@@ -17,7 +17,6 @@ from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
@@ -32,7 +31,7 @@ from coserve.model.parallel.adapter import AdapterPartition, Matrices
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.families import tiny_family
-from tests.support.finetuning import random_corpus
+from tests.support.finetuning import pack_rows, random_corpus
 from tests.support.interpreted import interpreted
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import tokens_of

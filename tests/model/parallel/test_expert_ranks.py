@@ -19,7 +19,6 @@ from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.slot_lora import slot_lora
 from coserve.kernels.attention.packed import PackedAttention
@@ -33,7 +32,7 @@ from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.mesh import LoneRank, Mesh
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
-from tests.support.finetuning import random_corpus
+from tests.support.finetuning import pack_rows, random_corpus
 from tests.support.generation import adapter
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import tokens_of
