@@ -85,8 +85,8 @@ class DpoLoss(Wire, frozen=True, tag_field="type", tag="dpo"):
     discopop_tau: float = 0.05
     """Temperature of `discopop`: how fast it goes from its exponential to its logistic part."""
     sft_weight: float = 0.0
-    """Weight of the chosen answer's mean negative log-likelihood, which is added: TRL's loss type `sft`, its former
-    `rpo_alpha`, LLaMA-Factory's `pref_ftx`."""
+    """Weight of the chosen answer's mean negative log-likelihood, which is added: LLaMA-Factory's `pref_ftx`. TRL's
+    loss type `sft`, its former `rpo_alpha`, averages over the tokens of all chosen answers of a batch instead."""
 
 
 class OrpoLoss(Wire, frozen=True, tag_field="type", tag="orpo"):
