@@ -9,9 +9,11 @@ import msgspec
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from coserve.core.errors import UnsupportedAdapter
+from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.store.files import load_adapter, save_adapter
@@ -19,7 +21,7 @@ from coserve.lora.store.packing import packed
 from coserve.model.base import wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.lora_backends import GROUPED
-from tests.support.lora_reference import alone, save_peft, tokens_of
+from tests.support.lora_reference import adapted, alone, save_peft, tokens_of
 from tests.support.lora_reference import packed as packed_logits
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -103,6 +105,27 @@ def test_rows_of_a_mixed_batch_equal_pefts(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(
         packed_logits(base, SEQUENCES, LoraBatch(segments, (adapters[0], served(tmp_path / "2")), GROUPED)), got
     )
+
+
+@pytest.mark.parametrize("kind", ["embed_tokens", "lm_head", "weight of embed_tokens", "weight of lm_head"])
+def test_a_changed_weight_that_embedding_and_head_share_replaces_both(kind: str, tmp_path: Path) -> None:
+    """PEFT writes the weight under a LoRA of the embedding, or of a resized model, and loads it into the base."""
+    trained, (*_, end) = tied_llama(), kind.split()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        trained.get_input_embeddings().weight += 0.2 * torch.randn(VOCAB, 32)
+    only = kind.startswith("weight")
+    model = save_peft(trained, tmp_path, target_modules=["q_proj"] if only else ["q_proj", end])
+    if only:
+        model.save_pretrained(str(tmp_path), save_embedding_layers=True)
+        tensors = load_file(tmp_path / ADAPTER_WEIGHTS)
+        kept = {name: one for name, one in tensors.items() if "lora_" in name or end in name}
+        assert len(kept) == len(tensors) - 1
+        save_file(kept, tmp_path / ADAPTER_WEIGHTS)
+    expected = alone(PeftModel.from_pretrained(tied_llama(), str(tmp_path)).eval(), SEQUENCES[0])
+    base = wrap_base(tied_llama(), name="tiny")
+    got = adapted(base, base.served(load_adapter(tmp_path, base.spec, dtype=torch.float32)), SEQUENCES[0])
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4)
 
 
 def load_dora(folder: Path, base) -> LoraWeights:

@@ -35,13 +35,15 @@ def end_named(named: str, base: BaseSpec) -> str | None:
     return next((end for end in base.ends if end.rpartition(".")[2] == leaf), None)
 
 
-def take_rows(entries: dict[str, TensorEntry], base: BaseSpec) -> dict[str, TensorEntry]:
+def take_rows(entries: dict[str, TensorEntry], base: BaseSpec, config: Mapping[str, object]) -> dict[str, TensorEntry]:
     """Remove the tensors of replaced rows from `entries`. Return them by the name of the embedding or head followed by
-    `TOKEN_ROWS` or `WHOLE_COPY`.
+    `TOKEN_ROWS` or `WHOLE_COPY`. On a tied base, a weight that is no module of `modules_to_save` stands for both ends.
 
     Raises `ShapeMismatch` for a vocabulary that is not the base's, and `CorruptAdapter`.
     """
     found: dict[str, TensorEntry] = {}
+    both: list[TensorEntry] = []
+    saved = {name.rpartition(".")[2] for name in cast("list[str]", config.get("modules_to_save") or [])}
     for name in [*entries]:
         form = next((form for form in _FORMS if name.startswith(PEFT_PREFIX) and name.endswith(form)), None)
         own = name.removeprefix(PEFT_PREFIX)
@@ -58,7 +60,9 @@ def take_rows(entries: dict[str, TensorEntry], base: BaseSpec) -> dict[str, Tens
         if end + _FORMS[form] in found:
             raise CorruptAdapter(f"the file replaces rows of {end} twice")
         found[end + _FORMS[form]] = entries.pop(name)
-    return found
+        if base.tied and form == ".weight" and end.rpartition(".")[2] not in saved:
+            both.append(found[end + WHOLE_COPY])
+    return {end + WHOLE_COPY: entry for entry in both for end in base.ends} | found
 
 
 def weight_shape(end: str, base: BaseSpec) -> tuple[int, int]:

@@ -160,7 +160,7 @@ def read_layout(
         del entries[EMBEDDINGS]
         _check_plain(settings, "expected plain LoRA beside a cartridge", field="peft_type")
     experts = expert_tensors(take_experts(entries, base), base, config, ours=trained_on is not None)
-    rows = take_rows(entries, base)
+    rows = take_rows(entries, base, config)
     if experts:
         _check_plain(settings, "DoRA and block-diagonal matrices are not implemented for experts")
     linear = sort_tensors(entries, base)

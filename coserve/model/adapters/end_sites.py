@@ -82,13 +82,13 @@ class EndSites:
         of_K = of_T if kept is None else [of_T[row] for row in kept]
         found = dict[int, EndTerms]()
         for name, spec in self.specs.items():
-            tied = next((other for other in self.specs if other != name), "") if self.tied and spec.layer >= 0 else ""
-            owners, changes = of_T if spec.layer < 0 else of_K, list[tuple[Tensor, EndChange]]()
+            tied, head = next((other for other in self.specs if self.tied and other != name), ""), spec.layer >= 0
+            owners, changes = of_K if head else of_T, list[tuple[Tensor, EndChange]]()
             for index in dict.fromkeys(owners):
                 if index < 0:
                     continue
                 tokens = adapters[index].settings.trainable_token_indices or {}
-                if (change := EndChange.of(name, adapters[index].ends, tokens, tied)) is not None:
+                if (change := EndChange.of(name, adapters[index].ends, tokens, tied, head=head)) is not None:
                     rows = [row for row, owner in enumerate(owners) if owner == index]
                     changes.append((torch.tensor(rows, device=device), change))
             if changes:

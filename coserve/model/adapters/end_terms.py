@@ -36,12 +36,15 @@ class EndChange:
 
     @staticmethod
     def of(
-        end: str, pairs: Mapping[str, LoraPair], tokens: Mapping[str, Sequence[int]], tied: str = ""
+        end: str, pairs: Mapping[str, LoraPair], tokens: Mapping[str, Sequence[int]], tied: str, *, head: bool
     ) -> EndChange | None:
-        """Return what an adapter changes at `end`; None: nothing. `tied`: the other end if both share one weight; its
-        replaced tokens apply here, too, unless this end has its own."""
+        """Return what an adapter changes at `end`; None: nothing. `tied`: the other end if both share one weight, else
+        "": the weight under its LoRA applies here, too, and to the head its replaced tokens, unless this end has its
+        own."""
         pair, whole = pairs.get(end), pairs.get(end + WHOLE_COPY)
-        name = next((name for name in (end, tied) if name + TOKEN_ROWS in pairs), None)
+        if whole is None and tied in pairs:
+            whole = pairs.get(tied + WHOLE_COPY)
+        name = next((name for name in ((end, tied) if head else (end,)) if name + TOKEN_ROWS in pairs), None)
         if pair is None and whole is None and name is None:
             return None
         rows = (None, ()) if name is None else (pairs[name + TOKEN_ROWS].a_RD, tuple(tokens[name]))
