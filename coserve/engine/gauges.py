@@ -57,7 +57,6 @@ class Reports:
             pages_used=generator.pages_used,
             pages_total=generator.pages_total,
             pages_adapters=generator.adapter_pages,
-            memory_planned=0 if self._memory is None else self._memory.planned,
             allocator=generator.allocator(),
             graphs_missing=generator.graphs_missing,
             preemptions=scheduler.preemptions,

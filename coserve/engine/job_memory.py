@@ -59,8 +59,6 @@ class DeviceMemory:
         self.admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
         self._graphs_done, self._reported_graphs, self._clock = graphs_done, 0, clock
         self._taken_elsewhere = taken_elsewhere
-        self.planned = fixed.planned
-        """Upper bound of torch's memory according to the plan; 0 without a plan."""
         self._own = read().outside
         """Lowest reading of the bytes outside torch's allocator: our CUDA context and libraries, and other processes at
         the start."""

@@ -13,6 +13,7 @@ from coserve.core.link.generation import Generate
 from coserve.core.link.stats import STALL_BUCKETS, StallCounts
 from coserve.core.training.micro_step import MicroStep
 from tests.support.api_server import Api, scrape, serve_api
+from tests.support.gpu_memory import USE
 
 
 def references(node: Any) -> set[str]:
@@ -161,7 +162,7 @@ async def test_metrics_count_requests_and_jobs(api: Api) -> None:
     await api.works()
     _, job = await api.call("POST", "/finetune", json={"adapter": "a", "data": [{"text": "a b"}]})
     await api.job_until(job["id"], "succeeded")
-    api.engine.stats(running=2, waiting=1)
+    api.engine.stats(running=2, waiting=1, memory=USE)
     await api.works()
     found = await scrape(api)
     assert found["coserve_requests_total,finish_reason=length"] == 2
@@ -178,7 +179,7 @@ async def test_metrics_count_requests_and_jobs(api: Api) -> None:
     assert found["coserve_kv_cache_usage_ratio"] == 0.25
     assert found["coserve_adapter_pages"] == 3
     assert found["coserve_cuda_graphs_missing"] == 4
-    assert found["coserve_memory_planned_bytes"] == 1000
+    assert found["coserve_memory_planned_bytes"] == USE.planned
     assert found["coserve_memory_peak_bytes"] == 900
     assert found["coserve_train_seconds_total"] == 2.5
     assert found["coserve_engine_up"] == 1

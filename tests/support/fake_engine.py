@@ -73,7 +73,6 @@ def make_stats(**changes: Any) -> EngineStats:
         pages_used=1,
         pages_total=4,
         pages_adapters=3,
-        memory_planned=1000,
         graphs_missing=4,
         allocator=AllocatorStats(peak=900, allocs=4),
         preemptions=2,

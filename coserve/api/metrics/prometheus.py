@@ -303,7 +303,7 @@ class EngineGauges(Collector):
                 "CUDA graphs still to be captured, when idle and between steps; their steps are slower until then",
                 s.graphs_missing if s else 0,
             ),
-            ("memory_planned_bytes", "GPU memory planned for torch", s.memory_planned if s else 0),
+            ("memory_planned_bytes", "GPU memory planned for torch", s.memory.planned if s and s.memory else 0),
             ("memory_peak_bytes", "Peak GPU memory allocated by torch", s.allocator.peak if s else 0),
             (
                 "engine_backlog_bytes",

@@ -73,8 +73,6 @@ class EngineStats(Message, frozen=True):
     pages_total: int
     pages_adapters: int
     """Pages that hold adapters, in use or not."""
-    memory_planned: int
-    """Bytes of GPU memory that the plan gives to torch; 0 without a plan."""
     preemptions: int
     step_adapters: int
     """Number of adapters in each generation step, summed over the steps so far."""
