@@ -148,9 +148,6 @@ class Mesh:
         """Write rank `root`'s `x` into `x`, which has one shape and dtype on all ranks, and return it."""
         return x
 
-    def close(self) -> None:
-        """Leave the group, without waiting for other ranks."""
-
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         """Return itself: copied modules stay in the same group."""
         return self
@@ -182,10 +179,6 @@ class GroupMesh(Mesh):
         assert x.is_contiguous(), "expected a contiguous tensor to receive into"
         dist.broadcast(x, group_src=root, group=self.group)
         return x
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 class LoneRank(Mesh):
