@@ -139,12 +139,14 @@ class ActiveRequests:
             self._pages.free(restored)  # the snapshot takes pages that the request needs
             self._pages.free(found)
             found, restored, others = [], [], others + len(found)
-        if not self._activate(request, found, restored, others):
+        activated = self._activate(request, found, restored, others)
+        pages = self._pages.allocate(others) if activated else None
+        if pages is None:  # its adapter takes more than was counted if LoRA servers were lost since
+            assert request.holds_adapter or not activated, "fewer pages are free than were counted"
+            self._deactivate(request)
             self._pages.free(found)
             self._pages.free(restored)
             return False
-        pages = self._pages.allocate(others)
-        assert pages is not None, "fewer pages are free than were counted"
         request.pages = (*found, *pages)
         if self._states is not None:
             slot = self._states.allocate()
@@ -179,9 +181,7 @@ class ActiveRequests:
         if self._states is not None:
             self._snapshots.leave(request)
         self._pages.free(request.pages)
-        if request.adapter is not None and request.holds_adapter:
-            self._adapters.deactivate(request.adapter)
-        request.holds_adapter = False
+        self._deactivate(request)
         if self._states is not None:
             self._states.free(request.slot)
             request.slot = -1
@@ -245,6 +245,11 @@ class ActiveRequests:
             for pages in (found, restored, *[other.restored for other in self._requests], *self._kept):
                 pages[:] = [moved.get(page, page) for page in pages]
         return True
+
+    def _deactivate(self, request: Request) -> None:
+        if request.adapter is not None and request.holds_adapter:
+            self._adapters.deactivate(request.adapter)
+        request.holds_adapter = False
 
     def _free_after(self, request: Request, others: int) -> int:
         """Free pages once the request has `others` further pages, and its adapter is loaded; below 0: so many lack."""

@@ -16,6 +16,7 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
 from coserve.generate.plan import Scheduled, step_shape
 from coserve.generate.schedule import Scheduler
+from coserve.lora.store.pages import Activated
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.policy import Due
 from coserve.queues.request import Request, State
@@ -159,6 +160,32 @@ def test_who_waits_for_an_adapter_waits_again_for_a_grammar_that_was_dropped_mea
     compiled.add(grammar)
     scheduler.take_loaded()
     assert (waits.state, scheduler.loading, adapters.awaited) == (State.ACTIVE, [], [])
+
+
+class Larger(BareAdapters):
+    """An adapter takes `pages` pages, though it was said to need none: its LoRA servers were lost in between."""
+
+    def __init__(self, pool: BarePages, pages: int) -> None:
+        super().__init__()
+        self.pages, self._pool, self._held = pages, pool, list[int]()
+
+    def activate(self, ref: AdapterRef) -> Activated | None:
+        self._held = self._pool.allocate(self.pages) or []
+        return super().activate(ref)
+
+    def deactivate(self, ref: AdapterRef) -> None:
+        self._pool.free(self._held)
+
+
+def test_a_request_whose_adapter_took_more_pages_than_it_needed_waits_for_them() -> None:
+    adapters = Larger(pages := BarePages(3, 16), 2)
+    scheduler = Scheduler(pages, adapters, max_running=8, step_tokens=64)
+    scheduler.arrive(request := asked("r", 20, adapter="a"))
+    assert not next_scheduled(scheduler)
+    assert (request.state, request.pages, pages.pool.used) == (State.ACTIVE, (), 0)
+    adapters.pages = 1
+    assert [item.request for item in next_scheduled(scheduler)] == [request]
+    assert pages.pool.used == 3
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "broken"])
