@@ -283,4 +283,4 @@ def _rank(adapter: Adapter) -> str:
 
 
 def _size(adapter: Adapter) -> str:
-    return f"{adapter.bytes / 2**20:.1f} MiB"
+    return f"{adapter.bytes / 2**20:.1f} MiB" if adapter.bytes >= 1 << 20 else f"{adapter.bytes / 2**10:.0f} KiB"

@@ -84,13 +84,14 @@ def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch, now: f
     plain = msgspec.structs.replace(
         ADAPTER, id="po", version=2, newest=3, ref="po@2", rank=8, bd_blocks=1, source="import", created_at=now
     )
+    small = msgspec.structs.replace(plain, bytes=46_000)
     kept = msgspec.structs.replace(plain, aliases=["prod"], tags=["a", "b"], pinned=True, expires_at=now + 7210)
-    listed = AdapterList(data=[plain, ADAPTER, kept], has_more=False)
+    listed = AdapterList(data=[small, ADAPTER, kept], has_more=False)
     client = SimpleNamespace(adapters=lambda **_: listed, health=lambda: SimpleNamespace(status="ready"))
     monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
     first, second, third, fourth = CliRunner().invoke(app, ["adapters", "list"]).output.splitlines()
     assert first.split() == ["ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER", "ALIASES", "TAGS", "KEPT"]
-    assert second.split() == ["po@2", "8", "1.0", "MiB", "0s", "import", "po@3"]
+    assert second.split() == ["po@2", "8", "45", "KiB", "0s", "import", "po@3"]
     assert third.startswith("poet-bd4@1  32 in 4 blocks  1.0 MiB  ") and third.endswith("  convert:poet@2")
     assert fourth.split()[6:] == ["po@3", "prod", "a,", "b", "pinned,", "deleted", "in", "2h"]
     assert first.index("SOURCE") == second.index("import") == third.index("convert:")
