@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import typer
+from msgspec import to_builtins
 
 from coserve.cli.app import command_group
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text, print_json, print_list, retry_policy, seconds
@@ -16,7 +17,7 @@ from coserve.cli.job_table import age, columns
 from coserve.client.caller import Caller
 from coserve.client.transport import HttpTransport
 from coserve.core.access.principal import DEFAULT_PROJECT, Scope
-from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList
+from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList, QuotaUse
 
 T = TypeVar("T")
 
@@ -90,9 +91,9 @@ QUOTA_FIELDS = tuple(field.name for field in msgspec.structs.fields(Quota))
 
 @quotas_app.command("list")
 def list_quotas(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """List the quotas of projects that have one."""
-    found = call(url, key, "GET", "quotas", QuotaList).data
-    _show({project: quota for project, quota in found.items() if quota != Quota()}, as_json)
+    """List the quotas of projects that have one, and what they use."""
+    found = call(url, key, "GET", "quotas", QuotaList)
+    _show({project: quota for project, quota in found.data.items() if quota != Quota()}, as_json, found.used)
 
 
 @quotas_app.command("set")
@@ -111,15 +112,22 @@ def set_quota(
     _show({project: call(url, key, "PUT", f"quotas/{project}", Quota, quota)}, as_json)
 
 
-def _show(quotas: Mapping[str, Quota], as_json: bool) -> None:
+def _show(quotas: Mapping[str, Quota], as_json: bool, used: Mapping[str, QuotaUse] | None = None) -> None:
+    used = used or {}
     if as_json:
-        print_json(quotas)
+        print_json({p: to_builtins(q) | ({"used": used[p]} if p in used else {}) for p, q in quotas.items()})
         return
     rows = [
-        (project, *("-" if getattr(quota, name) is None else str(getattr(quota, name)) for name in QUOTA_FIELDS))
+        (project, *(_limit(getattr(quota, name), getattr(used.get(project), name, None)) for name in QUOTA_FIELDS))
         for project, quota in sorted(quotas.items())
     ]
     print("\n".join(columns([("PROJECT", *(name.upper() for name in QUOTA_FIELDS)), *rows])))
+
+
+def _limit(limit: int | None, used: int | None) -> str:
+    if limit is None:
+        return "-" if used is None else str(used)
+    return str(limit) if used is None else f"{used} of {limit}"
 
 
 def set_log_level(

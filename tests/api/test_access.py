@@ -58,6 +58,12 @@ async def quota(api: Api, project: str, **limits: int) -> None:
     assert (await ask(api, OWNER, "PUT", f"/admin/quotas/{project}", json=limits))[0] == 200
 
 
+async def used(api: Api, project: str) -> object:
+    status, body = await ask(api, OWNER, "GET", "/admin/quotas")
+    assert status == 200
+    return body["used"][project]
+
+
 def rows_file(content: Any = ROWS_FILE, purpose: str = "fine-tune") -> aiohttp.FormData:
     made = aiohttp.FormData()
     made.add_field("purpose", purpose)
@@ -268,6 +274,7 @@ async def test_quotas_of_jobs_and_bytes(shared: Api) -> None:
     assert status == 202
     status, body = await ask(shared, key, "POST", "/finetune", json=job | {"adapter": "second"})
     assert (status, body["error"]["code"]) == (429, "quota_exceeded")
+    assert await used(shared, "tiny") == {"jobs": 1, "bytes": 0}
     assert (await ask(shared, key, "POST", f"/finetune/{made['id']}/cancel"))[0] == 200
     shared.engine.go_jobs.set()
     status, file = await ask(shared, key, "POST", "/v1/files", data=rows_file(b"x" * 1200))
@@ -276,6 +283,7 @@ async def test_quotas_of_jobs_and_bytes(shared: Api) -> None:
     assert (status, body["error"]["code"]) == (413, "storage_quota_exceeded")
     said = r"has 1200 bytes of files and adapters, and 1\d{3} more arrive; its quota is 2000"
     assert re.search(said, body["error"]["message"]), body
+    assert await used(shared, "tiny") == {"jobs": 0, "bytes": 1200}
     assert (await ask(shared, key, "DELETE", f"/v1/files/{file['id']}"))[0] == 200
     assert (await ask(shared, key, "POST", "/v1/files", data=rows_file(b"x" * 1200)))[0] == 200
 

@@ -19,7 +19,7 @@ from coserve.api.http.route import Route
 from coserve.api.http.security import Handler
 from coserve.api.metrics.traces import PARENT, parent
 from coserve.core.access.principal import Principal, Scope, act_as
-from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList
+from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList, QuotaUse
 from coserve.core.errors import EngineUnavailable, MissingScope, NotFound
 from coserve.core.logs import log_event
 from coserve.core.names import NAME_RULE, is_name
@@ -156,9 +156,12 @@ class Access:
             transport.abort()
         return record
 
-    @Route("GET", "/admin/quotas", "List the quotas of projects")
+    @Route("GET", "/admin/quotas", "List the quotas of projects, and what they use")
     async def list_quotas(self) -> QuotaList:
-        return QuotaList(data=dict(self.quotas.all))
+        quotas = dict(self.quotas.all)
+        jobs = await self._registry.read(lambda registry: {each: registry.unfinished_of(each) for each in quotas})
+        used = {each: QuotaUse(jobs=count, bytes=await self._used(each)) for each, count in jobs.items()}
+        return QuotaList(data=quotas, used=used)
 
     @Route("PUT", "/admin/quotas/{id}", "Replace the quota of a project", errors=(422, 507))
     async def set_quota(self, id: str, body: Quota) -> Quota:

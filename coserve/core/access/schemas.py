@@ -67,9 +67,20 @@ class Quota(Wire, frozen=True, omit_defaults=True):
     publishes is never refused."""
 
 
+class QuotaUse(Wire, frozen=True):
+    """How much of its quota a project uses, rates aside."""
+
+    jobs: int
+    """Jobs that wait, run or are paused."""
+    bytes: int
+    """Bytes of files and adapters."""
+
+
 class QuotaList(Wire, frozen=True):
     data: dict[str, Quota]
     """Quotas by project."""
+    used: dict[str, QuotaUse]
+    """The use of these projects' quotas."""
 
 
 class LogLevel(Wire, frozen=True):

@@ -45,7 +45,13 @@ async def test_keys_quotas_and_the_log_level(tmp_path: Path, monkeypatch: pytest
         assert "revoked" in (await run("keys", "list"))[1]
         status, said = await run("quotas", "set", "acme", "--jobs", "2", "--bytes", "1000")
         assert [line.split() for line in said.splitlines()][1] == ["acme", "-", "-", "2", "1000"]
-        assert await run("quotas", "list") == (0, said)
+        status, said = await run("quotas", "list")
+        assert said.splitlines()[1].split() == ["acme", "-", "-", "0", "of", "2", "0", "of", "1000"]
+        assert json.loads((await run("quotas", "list", "--json"))[1])["acme"] == {
+            "jobs": 2,
+            "bytes": 1000,
+            "used": {"jobs": 0, "bytes": 0},
+        }
         status, said = await run("quotas", "set", "acme", "--json")
         assert json.loads(said) == {"acme": {}}
         assert len((await run("quotas", "list"))[1].splitlines()) == 1
