@@ -362,6 +362,8 @@ class AdapterStore:
         try:
             loop, ref = asyncio.get_running_loop(), entry.ref
             found = await loop.run_in_executor(self._threads, self._read_files, ref, entry.digests)
+            if self._memory is None:
+                return self._copy(ref, found, None)
             return await loop.run_in_executor(self._threads, self._copy, ref, found, self._pages_for(found))
         finally:
             self._turns.give_back()
