@@ -22,7 +22,7 @@ from coserve.core.errors import CorruptAdapter, RequestOutOfMemory
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.entry import State
-from coserve.lora.store.host_memory import PAGE, HostMemory, Room
+from coserve.lora.store.host_memory import NO_HUGE_PAGES, PAGE, HostMemory, Room
 from coserve.lora.store.packing import PartedSites, packed_bytes
 from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
@@ -294,7 +294,9 @@ def test_a_kernel_without_huge_pages_has_memory_too(monkeypatch: pytest.MonkeyPa
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Without)
-    assert HostMemory(PAGE, for_kernels=False).in_pages(PAGE) is not None
+    memory = HostMemory(PAGE, for_kernels=True)
+    assert memory.in_pages(PAGE) is not None
+    assert memory.notes == (NO_HUGE_PAGES,)
 
 
 def _unreserved() -> int:

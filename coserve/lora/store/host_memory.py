@@ -11,7 +11,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, Thread
 from typing import NamedTuple, Protocol
@@ -36,7 +36,7 @@ SLICE = 256 << 20
 copy may read from two registrations."""
 
 NO_ROOM = "adapters in use fill host_adapter_bytes: others are read into memory that is pinned for each, which is slow"
-
+NO_HUGE_PAGES = "the kernel has no huge pages: the host memory of adapters takes longer to be pinned"
 
 NO_RESERVE = 0x4000
 """`MAP_NORESERVE` on Linux, which Python names since 3.13: else a process whose mappings are larger than the machine's
@@ -102,7 +102,10 @@ class HostMemory:
         self._reused = list[torch.cuda.Event]()
         """Events of pages that were freed before the GPU copies from them had ended. Every later room waits for those
         that have not: it may get such a page, too."""
-        mapping = memoryview(_mapped(max(1, self._pages) * PAGE))
+        mapped, self._huge = _mapped(max(1, self._pages) * PAGE)
+        mapping = memoryview(mapped)
+        if for_kernels and not self._huge:
+            log.warning("%s", NO_HUGE_PAGES)
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._registered = list[int]()
         """Addresses of pinned slices. Adapters' tensors may outlive this object, so the mapping's end unpins."""
@@ -116,8 +119,8 @@ class HostMemory:
         found = list[str]()
         if self._refused:
             found.append(f"adapters are copied slowly, as their host memory cannot be pinned: {self._refused}")
-        if self.outside and self._for_kernels:
-            found.append(NO_ROOM)
+        if self._for_kernels:
+            found += [note for holds, note in ((not self._huge, NO_HUGE_PAGES), (self.outside, NO_ROOM)) if holds]
         return tuple(found)
 
     @property
@@ -159,8 +162,6 @@ class HostMemory:
             return found
         with self._lock:
             self._take_outside(size)
-        if self._for_kernels and self.outside == 1:
-            log.warning("%s", NO_ROOM)
         pinned = self._for_kernels and torch.cuda.is_available()
         try:
             found = Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),))
@@ -180,6 +181,8 @@ class HostMemory:
                 f"adapters in use fill host_adapter_bytes ({self.bytes}) and {self._outside_bytes} bytes beside it; "
                 f"{missing} of the {size} bytes of this one are missing"
             )
+        if self._for_kernels and not self.outside:
+            log.warning("%s", NO_ROOM)
         self._outside_bytes, self.outside = self._outside_bytes + size, self.outside + 1
 
     def copy(self, source: Unread | LoraWeights, room: Room | None = None) -> LoraWeights:
@@ -298,12 +301,14 @@ def _unpin(addresses: Sequence[int], mapping: object) -> None:
         torch.cuda.cudart().cudaHostUnregister(each)  # type: ignore[no-untyped-call]
 
 
-def _mapped(size: int) -> mmap.mmap:
-    """Memory that is allocated as it is used, in huge pages where the system has them."""
+def _mapped(size: int) -> tuple[mmap.mmap, bool]:
+    """Return memory that is allocated as it is used, and whether the kernel has huge pages for it."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-    with suppress(OSError):  # the kernel has none
+    try:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    except OSError:
+        return memory, False
+    return memory, True
 
 
 @contextmanager
