@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import asdict
 
-from coserve.core.errors import Overloaded, QueueFull
+from coserve.core.errors import BY_CODE, CoserveError, QueueFull
 from coserve.core.training.jobs import JobState
 from coserve.core.types import SloClass, Wire
 from coserve.workloads import metrics
@@ -121,7 +121,9 @@ class Summary(Group, frozen=True, kw_only=True):
     @property
     def shed(self) -> int:
         """Return the number of requests answered with 429; they also count as missed."""
-        return sum(self.errors.get(error.code, 0) for error in (Overloaded, QueueFull))
+        return sum(
+            times for code, times in self.errors.items() if issubclass(BY_CODE.get(code, CoserveError), QueueFull)
+        )
 
     @property
     def worst_attainment(self) -> float:

@@ -97,6 +97,7 @@ class Refusing(FakeOpenAI):
     ("status", "content", "code", "message"),
     [
         (429, {"error": {"code": "overloaded", "message": "too\nslow"}}, "overloaded", "status 429: too slow"),
+        (429, {"error": {"code": "quota_exceeded", "message": "m"}}, "quota_exceeded", "status 429: m"),
         (429, {"error": {"code": "rate_limit_exceeded", "message": "m"}}, "queue_full", "status 429: m"),
         (429, {"error": {"code": 429, "message": "m"}}, "queue_full", "status 429: m"),
         (429, {"detail": "m"}, "queue_full", 'status 429: {"detail": "m"}'),
