@@ -282,7 +282,7 @@ def settings() -> Iterator[str]:
 def metrics() -> Iterator[str]:
     yield from ("# Metrics", "", MADE, "")
     yield "`GET /metrics` answers in Prometheus' text format. Counters continue when the engine restarts. Times are seconds,"  # noqa: E501
-    yield "sizes bytes. No label has the name of an adapter, a job or a user. Causes of stalls: [operate.md](../guide/operate.md#stalls)."  # noqa: E501
+    yield "sizes bytes. No label has the name of an adapter, a job or a user, but for `vllm:lora_requests_info`. Causes of stalls: [operate.md](../guide/operate.md#stalls)."  # noqa: E501
     yield ""
     registry = Metrics(lambda: "").registry
     found = sorted(registry.collect(), key=lambda metric: metric.name)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coserve.core.link.generation import Generate
+from coserve.core.link.generation import CancelRequest, Generate
 from coserve.core.link.stats import STALL_BUCKETS, StallCounts
 from coserve.core.training.micro_step import MicroStep
-from tests.support.api_server import Api, scrape, serve_api
+from tests.support.api_server import Api, add_adapter, scrape, serve_api
 from tests.support.gpu_memory import USE
 
 
@@ -304,6 +307,38 @@ async def test_dashboards_find_vllms_names(api: Api) -> None:
     phases = ("prefill", "decode")
     parts = sum(found[f"coserve_request_{phase}_time_seconds_sum"] for phase in phases)
     assert abs(parts - found["coserve_request_inference_time_seconds_sum"]) < 1e-6
+
+
+async def test_a_gateway_sees_the_adapters_of_requests_that_run_and_that_wait(api: Api) -> None:
+    """In the labels of one sample, whatever ran before: Kubernetes' inference gateways route by it."""
+
+    async def adapters() -> tuple[list[str], list[str]]:
+        async with api.http.get("/metrics") as response:
+            text = await response.text()
+        (found,) = re.findall(r"^vllm:lora_requests_info{(.*)} (\S+)$", text, re.MULTILINE)
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', found[0]))
+        assert labels.pop("max_lora") == str(api.config.max_running)
+        assert float(found[1]) == pytest.approx(time.time(), abs=60)
+        return labels["running_lora_adapters"].split(","), labels["waiting_lora_adapters"].split(",")
+
+    for name in ("poet", "bard", "sage"):
+        add_adapter(api, name)
+    assert await adapters() == ([""], [""])
+    api.engine.stall_after = 1
+    async with AsyncExitStack() as stack:
+        for adapter in ({"adapter": "poet"}, {"adapter": "bard@1"}, {}):
+            body = {"prompt": "x", "stream": True} | adapter
+            response = await stack.enter_async_context(api.http.post("/generate", json=body))
+            await response.content.readline()
+        api.engine.go_requests.clear()
+        waiting = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x", "adapter": "sage"}))
+        await api.engine.saw(Generate, 4)
+        assert await adapters() == (["bard", "poet"], ["sage"])
+    api.engine.stall_after = None
+    api.engine.go_requests.set()
+    await waiting
+    await api.engine.saw(CancelRequest, 3)
+    assert await adapters() == ([""], [""])
 
 
 async def test_prompts_that_were_never_computed_do_not_count(api: Api) -> None:

@@ -76,6 +76,14 @@ class InFlightRequests:
         self._stopped = error
         self.fail_all(error)
 
+    def report_adapters(self) -> None:
+        """Set the metric of the adapters of requests that run, and of those that wait in the engine."""
+        running, waiting = set[str](), set[str]()
+        for state in self._states.values():
+            if state.adapter is not None:
+                (waiting if state.admitted is None else running).add(state.adapter.id)
+        self._metrics.adapters(running, waiting, self._config.max_running)
+
     # ---- requests of clients
 
     async def stream(

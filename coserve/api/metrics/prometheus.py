@@ -1,5 +1,5 @@
-"""Prometheus metrics, in a separate `CollectorRegistry`. Labels never grow with users: adapters, jobs and paths are not
-labels."""
+"""Prometheus metrics, in a separate `CollectorRegistry`. Samples never grow with users: adapters, jobs and paths are
+not labels, but for the one sample of `vllm:lora_requests_info`."""
 
 from __future__ import annotations
 
@@ -122,6 +122,14 @@ class Metrics:
         self._rank_behind = self._gauge(
             "rank_behind", "By rank: commands that rank 0 has finished and the rank has not", "rank"
         )
+        self._adapters = Gauge(
+            "vllm:lora_requests_info",
+            "One sample, whose value is the time of the answer. Its labels list the names of adapters of requests that "
+            "run (running_lora_adapters) and that wait in the engine (waiting_lora_adapters), separated by commas; "
+            "max_lora: most that may run at once, max_running",
+            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+            registry=self.registry,
+        )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> Histogram:
         return Histogram(f"coserve_{name}", text, buckets=buckets, registry=self.registry)
@@ -169,6 +177,11 @@ class Metrics:
     def responded(self, route: str, status: int) -> None:
         """Count a response. `route` is the route's name, never the path."""
         self._responses.labels(route, str(status)).inc()
+
+    def adapters(self, running: Iterable[str], waiting: Iterable[str], most: int) -> None:
+        """Replace the sample of adapters in requests. `running`, `waiting`: names; `most`: that may run at once."""
+        self._adapters.clear()
+        self._adapters.labels(most, *(",".join(sorted(names)) for names in (running, waiting))).set_to_current_time()
 
     # ---- jobs
 

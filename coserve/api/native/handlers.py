@@ -307,6 +307,7 @@ class NativeApi:
         service.metrics.jobs(await service.jobs.views.states())
         service.metrics.status(service.ready, service.engine.warmup)
         service.metrics.ranks(service.engine.rank_states)
+        service.generation.report_adapters()
         page = service.metrics.page(restarts=service.engine.restarts)
         return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
