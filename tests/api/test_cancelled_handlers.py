@@ -289,3 +289,60 @@ async def test_a_restart_finds_nothing_to_clear_away(api: Api, late: bool) -> No
         assert registry.notes() == []
     finally:
         registry.close()
+
+
+async def batch_file(api: Api) -> str:
+    """The id of an uploaded file with one request."""
+    body = {"model": "fake", "prompt": "x", "max_tokens": 2}
+    asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    data = aiohttp.FormData({"purpose": "batch"})
+    data.add_field("file", json.dumps(asked), filename="asked.jsonl")
+    return str((await api.answered(200, "POST", "/v1/files", data=data))["id"])
+
+
+async def ended_batches(api: Api) -> list[str]:
+    """The states of all batches once none runs."""
+    while True:
+        _, batches = await api.call("GET", "/v1/batches", params={"limit": "100"})
+        states = [batch["status"] for batch in batches["data"]]
+        if set(states) <= {"completed", "cancelled"}:
+            return states
+        await asyncio.sleep(0.01)
+
+
+async def test_batches(api: Api, late: bool) -> None:
+    """A batch that is there runs."""
+    file = await batch_file(api)
+
+    async def call(at: int) -> Call:
+        return "POST", "/v1/batches", {"json": {"input_file_id": file, "endpoint": "/v1/completions"}}
+
+    async def check(at: int, status: int | None) -> None:
+        async with asyncio.timeout(20):
+            await ended_batches(api)
+
+    await at_every_await(api, late, call, check)
+
+
+async def test_cancelling_batches(api: Api, late: bool) -> None:
+    """A batch that says that it is being cancelled ends, and answers nothing more."""
+    file = await batch_file(api)
+    api.engine.go_requests.clear()
+    batches: list[str] = []
+
+    async def call(at: int) -> Call:
+        body = {"input_file_id": file, "endpoint": "/v1/completions"}
+        batches.append((await api.answered(200, "POST", "/v1/batches", json=body))["id"])
+        while (await api.call("GET", f"/v1/batches/{batches[-1]}"))[1]["status"] != "in_progress":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return "POST", f"/v1/batches/{batches[-1]}/cancel", {}
+
+    async def check(at: int, status: int | None) -> None:
+        _, batch = await api.call("GET", f"/v1/batches/{batches[-1]}")
+        if batch["status"] == "in_progress":
+            assert status is None
+            assert (await api.call("POST", f"/v1/batches/{batches[-1]}/cancel"))[0] == 200
+        async with asyncio.timeout(20):
+            assert set(await ended_batches(api)) == {"cancelled"}
+
+    await at_every_await(api, late, call, check)

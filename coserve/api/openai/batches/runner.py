@@ -22,7 +22,7 @@ from coserve.api.openai.batches.store import ERRORS, OUTPUT, BatchProblem, Batch
 from coserve.api.openai.errors import openai_error
 from coserve.core import errors
 from coserve.core.access.principal import Principal, Scope, act_as
-from coserve.core.cancellation import cancel_all, task_group, uncancelled_thread
+from coserve.core.cancellation import cancel_all, task_group, uncancelled, uncancelled_thread
 from coserve.state.durable import read_errors, write_errors
 from coserve.state.files import FileStore
 from coserve.state.item_log import ItemLog
@@ -82,12 +82,18 @@ class BatchRunner:
         """Store a batch and start it. Raises `NotFound` without its file, `InvalidRequest` if the file has another
         purpose, `StorageError`."""
         content = self._files.content(record.input_file_id, "batch", field="input_file_id")
-        await uncancelled_thread(self.store.add, record, content)
+        await uncancelled(asyncio.create_task(self._create(record, content)))  # a stored batch runs
+
+    async def _create(self, record: BatchRecord, content: Path) -> None:
+        await asyncio.to_thread(self.store.add, record, content)
         self._start(record)
 
     async def cancel(self, id: str) -> BatchRecord:
         """Cancel a batch: its requests in flight end, answers that it has are kept. Raises `NotFound`,
         `InvalidRequest` for one that has ended."""
+        return await uncancelled(asyncio.create_task(self._cancel(id)))
+
+    async def _cancel(self, id: str) -> BatchRecord:
         record = self.store.get(id)
         if record.ended:
             raise errors.InvalidRequest(f"expected a batch that runs, got one that is {record.status}", field="id")
