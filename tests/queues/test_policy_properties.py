@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.paper import Ets, TemporalSharing, Unit
-from coserve.queues.policies.slack import MAX_SLICE, MOST_MARGIN, Slack
+from coserve.queues.policies.slack import MAX_SLICE, MOST_MARGIN, Slack, latest_start
 from coserve.queues.policies.spatial import MAX_SLICES, Spatial
 from coserve.queues.policy import Alternation, Costs, Due, InFlight, Policy, Serve, Train, View, Wait
 
 times = st.integers(0, 4000).map(lambda n: n / 64)  # dyadic: sums and differences are exact, as the paper's are
 costs = st.floats(0, 2, allow_nan=False)
+credits = st.sampled_from((0.0, -1.0, 0.5))  # of tokens in time, late and early: fractions of the window
+dues = st.tuples(times, st.integers(1, 2), st.integers(0, 3), times, credits, st.booleans())
 
 
 class Request(NamedTuple):
@@ -67,8 +69,8 @@ def step_costs(draw: st.DrawFn) -> Costs:
 @st.composite
 def views(draw: st.DrawFn, max_running: int = 8) -> View:
     running = tuple(
-        Due(t, draw(st.integers(1, 2)), draw(st.integers(0, 3)), draw(times), first=draw(st.booleans()))
-        for t in draw(st.lists(times, max_size=max_running))
+        Due(t, steps, decodes, window, credit * window, first)
+        for t, steps, decodes, window, credit, first in draw(st.lists(dues, max_size=max_running))
     )
     arrivals = draw(st.lists(times, max_size=12))  # in whatever order they will be admitted
     headroom = draw(st.integers(0, max_running - len(running)))
@@ -232,6 +234,15 @@ def test_slack_breaks_no_promise_that_it_can_keep(view: View, now: float) -> Non
         for due in view.running:
             steps_end = end + planned(due, costs.serve, costs.serve_expected)
             assert steps_end + due.decodes * costs.decode <= due.deadline + 1e-9
+
+
+@given(views().filter(lambda view: bool(view.running or view.waiting)), st.floats(0, 1), st.floats(0, 1) | st.just(1.0))
+def test_less_weight_of_training_lets_no_step_begin_later(view: View, one: float, other: float) -> None:
+    """Nor if the last token came late: the next ones make up for it."""
+    less, more = sorted((one, other))
+    costs = view.costs
+    begin = latest_start(view, costs.serve, costs.serve_expected, less)
+    assert begin <= latest_start(view, costs.serve, costs.serve_expected, more) + 1e-9
 
 
 @given(times, views(), times)

@@ -112,9 +112,9 @@ def latest_start(
 
 
 def _due(due: Due, weight: float, wait: float) -> float:
-    """Target time of a running request's token. A first token waits for the next step no longer than one in the
-    queue."""
-    target = due.deadline - (1 - weight) * due.window - (due.credit if weight < 1 else 0.0)
+    """Target time of a running request's token. Below weight 1, earlier tokens lend it no time. A first token waits for
+    the next step no longer than one in the queue."""
+    target = due.deadline - (1 - weight) * due.window - (max(0.0, due.credit) if weight < 1 else 0.0)
     return min(target, due.deadline - due.window + wait) if due.first else target
 
 
