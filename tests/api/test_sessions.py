@@ -12,7 +12,9 @@ from coserve.api.sessions import handlers
 from coserve.client import AsyncClient
 from coserve.core.errors import InvalidRequest, NotFound
 from coserve.data.corpus.batch import examples_out
+from tests.api.test_cancelled_handlers import MOST_AWAITS, attempt
 from tests.support.api_server import Api, leap
+from tests.support.cutting import Cutter
 from tests.support.real_server import serve_real
 
 EXAMPLES = [{"tokens": [5, 6, 7, 8], "labels": [6, 7, 8, 9], "weights": [1, 1, 1, 1]}]
@@ -149,6 +151,19 @@ async def test_the_sdks_session_samples_and_learns_in_turn(tmp_path: Path) -> No
         async with await client.training_session(state=state) as again:
             assert again.info.rank == 4
             assert (await again.forward([example], "importance_sampling")).loss == pytest.approx(learned.loss, rel=1e-5)
+
+
+async def test_an_adapter_is_published_whole_or_not_at_all_whenever_its_client_leaves(tmp_path: Path) -> None:
+    async with serve_real(tmp_path, cutter=Cutter()) as api:
+        session = await opened(api)
+        for at in range(1, MOST_AWAITS):
+            call = "POST", f"{session}/publish", {"json": {"adapter": f"mine-{at}"}}
+            status, cut = await attempt(api, call, at, late=True)
+            listed = (await api.answered(200, "GET", "/adapters"))["data"]
+            assert {each["id"] for each in listed} == {ref.id for ref in api.folder.adapter_refs()}
+            if not cut:
+                break
+        assert (status, at > 5) == (200, True)
 
 
 async def test_thousands_of_small_examples_are_not_encoded_on_the_event_loop(

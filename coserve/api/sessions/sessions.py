@@ -14,6 +14,7 @@ from coserve.api.node import Node
 from coserve.api.sessions.session import ClientSession
 from coserve.core import errors
 from coserve.core.access.principal import principal
+from coserve.core.cancellation import uncancelled
 from coserve.core.limits import MAX_RANK
 from coserve.core.link import jobs
 from coserve.core.link.engine import DropAdapter
@@ -146,15 +147,19 @@ class TrainingSessions:
         """Publish the weights as the next version of adapter `name`, durably. Raises `InvalidRequest`,
         `StorageError`."""
         check_name(name)
-        base = self._engine.spec
-        refuse_base_name(name, base, field="path")
+        refuse_base_name(name, self._engine.spec, field="path")
         async with session.order:
             await session.opened
             ref = await self._registry(lambda registry: registry.reserve_version(name))
             answer = self._send(session, SaveAdapter(ref, files=True))
+        # the engine writes the files, whether or not the client stays
+        return await uncancelled(asyncio.create_task(self._add_adapter(ref, f"job:{session.spec.id}", answer)))
+
+    async def _add_adapter(self, ref: AdapterRef, source: str, answer: asyncio.Future[jobs.CallDone]) -> AdapterRef:
+        """Register the adapter once `answer` says that its files are written; delete them if that fails."""
         await answer
-        path, source = self._folder.adapter(ref), f"job:{session.spec.id}"
-        describe = partial(record_adapter, path, ref, base, source=source, created_at=time.time())
+        path = self._folder.adapter(ref)
+        describe = partial(record_adapter, path, ref, self._engine.spec, source=source, created_at=time.time())
         try:
             record = await asyncio.to_thread(describe)
             await self._registry(lambda registry: registry.add_adapter(record))
