@@ -17,7 +17,7 @@ from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
 from coserve.state.recover import recover
 from coserve.state.registry.registry import Registry
-from tests.support.api_server import Api, form, serve_api
+from tests.support.api_server import Api, Call, attempt, form, serve_api
 from tests.support.cutting import Cutter
 from tests.support.examples import TURN, by_day
 from tests.support.fake_engine import write_peft
@@ -25,8 +25,6 @@ from tests.support.fake_engine import write_peft
 MOST_AWAITS = 80
 ROWS = [{"text": "a b"}]
 WEIGHTS = "adapter_model.safetensors"
-Call = tuple[str, str, dict[str, object]]
-"""Method, path, and arguments of the HTTP client."""
 
 
 @pytest.fixture
@@ -42,24 +40,6 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 def late(request: pytest.FixtureRequest) -> bool:
     """Whether threads have done what the handler waits for when it is cancelled."""
     return bool(request.param == "late")
-
-
-async def attempt(api: Api, call: Call, at: int, late: bool) -> tuple[int | None, bool]:
-    """The answer's status (None: the client was cut off), and whether the handler was cancelled."""
-    assert api.cutter is not None
-    method, path, arguments = call
-    cut = api.cutter.aim(at, late=late)
-    status: int | None = None
-    try:
-        async with asyncio.timeout(120), api.http.request(method, path, **arguments) as response:  # type: ignore[arg-type]
-            await response.read()
-            status = response.status
-    except aiohttp.ClientError:
-        pass
-    async with asyncio.timeout(120):
-        await cut.ended.wait()
-    await api.settled()
-    return status, cut.done
 
 
 async def at_every_await(

@@ -51,6 +51,9 @@ LEAST_IDLE = 30.0
 """Seconds that headers may take and kept connections may be idle, however short `read_timeout` is."""
 REPLY = "the cat sat on the mat"
 
+Call = tuple[str, str, dict[str, object]]
+"""Method, path, and arguments of the HTTP client."""
+
 
 @cache
 def tokenizer() -> Tokenizer:
@@ -202,6 +205,24 @@ class Api:
                 if times == 0:
                     break
         return await self.job(id)
+
+
+async def attempt(api: Api, call: Call, at: int, late: bool) -> tuple[int | None, bool]:
+    """The answer's status (None: the client was cut off), and whether the handler was cancelled."""
+    assert api.cutter is not None
+    method, path, arguments = call
+    cut = api.cutter.aim(at, late=late)
+    status: int | None = None
+    try:
+        async with asyncio.timeout(120), api.http.request(method, path, **arguments) as response:  # type: ignore[arg-type]
+            await response.read()
+            status = response.status
+    except aiohttp.ClientError:
+        pass
+    async with asyncio.timeout(120):
+        await cut.ended.wait()
+    await api.settled()
+    return status, cut.done
 
 
 def leap(patch: pytest.MonkeyPatch, seconds: float) -> None:
