@@ -62,13 +62,8 @@ class Need(Wire, frozen=True):
 
     @property
     def total(self) -> int:
-        return self.fixed + self.kv + self.states
-
-    @property
-    def fixed(self) -> int:
-        """Bytes that do not grow with the number of requests."""
-        parts = (self.weights, self.context, self.graphs, self.step, self.adapters, self.jobs, self.training)
-        return sum(parts)
+        beside = self.weights + self.context + self.graphs + self.step + self.adapters + self.jobs + self.training
+        return beside + self.kv + self.states
 
 
 class Fit(Wire, frozen=True):
@@ -108,10 +103,10 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
 
 def fit(sizes: BaseSizes, wish: Wish, gb: int) -> Fit:
     """Return whether the wish fits on a GPU that is sold as one of `gb` GB, and how many requests would."""
-    need, budget = needed(sizes, wish), int(GPUS[gb] * wish.fraction * GIB)
-    left = max(0, budget - need.fixed - EXTRA_SLOTS * sizes.states)
-    each = _cached(sizes, wish) * wish.context + sizes.states
-    return Fit(gb=gb, budget=budget, fits=need.total <= budget, requests=left // each)
+    need, budget = needed(sizes, wish).total, int(GPUS[gb] * wish.fraction * GIB)
+    each = _cached(sizes, wish) * wish.context + sizes.states + LOGITS * sizes.spec.vocab
+    left = max(0, budget - (need - each * wish.requests))
+    return Fit(gb=gb, budget=budget, fits=need <= budget, requests=left // each)
 
 
 def _cached(sizes: BaseSizes, wish: Wish) -> int:

@@ -106,22 +106,21 @@ def test_heads_of_latent_attention_take_their_own_memory(tmp_path: Path) -> None
     assert refused.exit_code == 2 and "'all' is not one of 'latents', 'heads'" in refused.output
 
 
-def test_what_a_gpu_has_beside_the_fixed_needs_holds_requests() -> None:
-    sizes = llama(**LLAMA_8B)
+@pytest.mark.parametrize("state", [0, 13 << 20])
+def test_as_many_requests_fit_as_are_shown_and_no_more(state: int) -> None:
+    sizes = msgspec.structs.replace(llama(**LLAMA_8B), states=state)
     assert 14.9 < sizes.weights / (1 << 30) < 15.1  # 8.03e9 parameters of two bytes
     assert not fit(sizes, WISH, 24).fits
-    found, need = fit(sizes, WISH, 48), needed(sizes, WISH)
-    assert found.fits
-    assert found.requests == (found.budget - need.fixed) // (sizes.kv * WISH.context)
+    most = fit(sizes, WISH, 48).requests
+    for requests in (most, most + 1):
+        found = fit(sizes, msgspec.structs.replace(WISH, requests=requests), 48)
+        assert (found.fits, found.requests) == (requests == most, most)
 
 
 def test_recurrent_states_take_room_from_requests() -> None:
     sizes = llama(**LLAMA_8B)
-    state = sizes.kv * WISH.context  # as much as keys and values
-    hybrid = msgspec.structs.replace(sizes, states=state)
-    more = needed(hybrid, WISH).total - needed(sizes, WISH).total
-    assert more == state * (WISH.requests + EXTRA_SLOTS)
-    assert fit(hybrid, WISH, 80).requests == (fit(sizes, WISH, 80).requests - EXTRA_SLOTS) // 2
+    hybrid = msgspec.structs.replace(sizes, states=1 << 20)
+    assert needed(hybrid, WISH).total - needed(sizes, WISH).total == (WISH.requests + EXTRA_SLOTS) << 20
 
 
 def test_the_command_prints_every_use_and_every_gpu(tmp_path: Path) -> None:
