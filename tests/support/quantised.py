@@ -120,6 +120,11 @@ def fp8_rows(rows: int, columns: int, drawn: torch.Generator) -> tuple[Stored, T
     return {".weight": weight, ".weight_scale": scale}, weight.float() * scale
 
 
+def auto_fp8(rows: int, columns: int, drawn: torch.Generator) -> tuple[Stored, Tensor]:
+    weight, scale = fp8((rows, columns), drawn), draw_scales((), drawn)
+    return {".weight": weight, ".weight_scale": scale, ".input_scale": torch.ones(())}, weight.float() * scale
+
+
 def fp8_tensor(rows: int, columns: int, drawn: torch.Generator) -> tuple[Stored, Tensor]:
     weight, scale = fp8((rows, columns), drawn), draw_scales((1,), drawn)
     return {".weight": weight, ".weight_scale": scale, ".input_scale": torch.ones(1)}, weight.float() * scale
@@ -137,6 +142,17 @@ def packed_groups(rows: int, columns: int, drawn: torch.Generator) -> tuple[Stor
         ".weight_shape": torch.tensor([rows, columns]),
     }
     return stored, weight
+
+
+def packed_zeros_in_bytes(rows: int, columns: int, drawn: torch.Generator) -> tuple[Stored, Tensor]:
+    """As `packed_groups`, of an older llm-compressor: signed zero points that are not packed, and no order."""
+    stored, weight = packed_groups(rows, columns, drawn)
+    zeros = [[word >> shift & 15 for shift in range(0, 32, 4)] for word in stored[".weight_zero_point"].T.flatten()]
+    by_groups = torch.tensor(zeros).reshape(columns // 16, -1)[:, :rows]
+    return stored | {
+        ".weight_zero_point": (by_groups.T - 8).to(torch.int8),
+        ".weight_g_idx": torch.full((columns,), -1, dtype=torch.int32),
+    }, weight
 
 
 def packed_reordered(rows: int, columns: int, drawn: torch.Generator) -> tuple[Stored, Tensor]:
@@ -164,12 +180,13 @@ def awq(rows: int, columns: int, drawn: torch.Generator) -> tuple[Stored, Tensor
     return stored, weight.T
 
 
-def gptq(bits: int, version: int, *, reordered: bool) -> Quantise:
+def gptq(bits: int, version: int, *, reordered: bool, size: int = 16) -> Quantise:
     """AutoGPTQ's (version 1: zeros less 1, borrowed from the next where they are 0) or GPTQModel's."""
 
     def make(rows: int, columns: int, drawn: torch.Generator) -> tuple[Stored, Tensor]:
-        numbers, zeros = draw(bits, (columns, rows), drawn), draw(bits, (columns // 16, rows), drawn)
-        scale, group = draw_scales((columns // 16, rows), drawn), torch.arange(columns) // 16
+        groups = -(-columns // size)
+        numbers, zeros = draw(bits, (columns, rows), drawn), draw(bits, (groups, rows), drawn)
+        scale, group = draw_scales((groups, rows), drawn), torch.arange(columns) // size
         if reordered:
             group = group[torch.randperm(columns, generator=drawn)]
         weight = torch.stack([(numbers[i] - zeros[group[i]]) * scale[group[i]] for i in range(columns)])

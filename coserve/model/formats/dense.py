@@ -60,8 +60,13 @@ def _dense_tensors(stored: StoredTensors, form: Format, device: torch.device) ->
         if name.endswith(form.main) and (others or form.main != form.dense):
             found[path + form.dense] = {form.main: stored[name], **others}
             quantised = True
-        elif not name.endswith((*form.others, *form.unused)):
-            found[name] = {"": stored[name]}
+            continue
+        owner = next((name.removesuffix(one) + form.main for one in form.others if name.endswith(one)), None)
+        if owner in stored or name.endswith(form.unused):
+            continue
+        if owner is not None and form.main:
+            raise UnsupportedBase(f"{folder}: {name} has no {owner}; {form.name} is read only where it scales weights")
+        found[name] = {"": stored[name]}
     if not quantised:
         raise UnsupportedBase(f"{folder}: its config says {form.name}, but no weight is stored so")
 

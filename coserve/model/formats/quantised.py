@@ -30,7 +30,8 @@ def awq(settings: Settings) -> Format:
     `W[o, i] = (q[i, o] - z[i // group, o]) * s[i // group, o]`; `qweight` (I, O / 8), `qzeros` and `scales` with a
     row for each group of inputs. Raises `UnsupportedBase` for other packings.
     """
-    version, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", settings.get("w_bit", 4))
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    bits = settings.get("bits", settings.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         raise UnsupportedBase(f"awq: expected version 'gemm' with 4 bits, got {version!r} with {bits}")
     return Format("awq", ".qweight", (".qzeros", ".scales"), _of_awq)
@@ -50,10 +51,11 @@ def gptq(settings: Settings) -> Format:
 
     Version 1 stores z - 1. Raises `UnsupportedBase` for kernel-specific packings, and for 3 bits.
     """
-    bits, layout = settings.get("bits"), str(settings.get("checkpoint_format") or "gptq")
+    bits, layout = settings.get("bits"), str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
     if bits not in WORD_BITS or layout not in ("gptq", "gptq_v2"):
         raise UnsupportedBase(f"gptq: expected 2, 4 or 8 bits in gptq or gptq_v2, got {bits} in {layout}")
     assert isinstance(bits, int)
+    size = int(str(settings.get("group_size") or -1))
     # Added to whole words: in version 1 a zero point of 0 was stored as -1, which borrowed from the next field.
     ones = 0 if layout == "gptq_v2" else sum(1 << shift for shift in range(0, 32, bits))
 
@@ -63,7 +65,7 @@ def gptq(settings: Settings) -> Format:
         group = parts.get(".g_idx")
         if group is None:
             inputs = torch.arange(numbers.shape[1], device=numbers.device)
-            group = inputs // (numbers.shape[1] // len(scales))
+            group = inputs // (size if size > 0 else numbers.shape[1] // len(scales))
         group = group.long()
         return (numbers - zeros[group].T) * scales[group].T
 
@@ -76,6 +78,7 @@ def fp8_blocks(settings: Settings) -> Format:
     `W[o, i] = q[o, i] * weight_scale_inv[o // rows, i // columns]` with `weight_block_size: [rows, columns]`.
 
     Without `weight_block_size` there is one scale for the whole weight. Stacked experts have blocks, or a scale, each.
+    AutoFP8's files say `weight_scale`.
     """
     size = settings.get("weight_block_size")
     if size is not None and not (isinstance(size, list) and len(size) == 2):
@@ -83,9 +86,9 @@ def fp8_blocks(settings: Settings) -> Format:
     block = None if size is None else cast(tuple[int, int], tuple(size))
 
     def dequantize(parts: Parts) -> Tensor:
-        return scaled(parts[""], parts["_scale_inv"], block)
+        return scaled(parts[""], parts["_scale" if "_scale" in parts else "_scale_inv"], block)
 
-    return Format("fp8", "", ("_scale_inv",), dequantize, dense="", unused=FP8_UNUSED)
+    return Format("fp8", "", ("_scale_inv", "_scale"), dequantize, dense="", unused=FP8_UNUSED)
 
 
 def fp8_rows(settings: Settings) -> Format:
@@ -165,11 +168,10 @@ def _packed(name: str, bits: int) -> Format:
     def dequantize(parts: Parts) -> Tensor:
         rows, columns = parts[".weight_shape"].tolist()
         numbers = unpack(parts[".weight_packed"], bits)[..., :columns] - offset
-        scale, zero, group = (parts.get(f".weight_{part}") for part in ("scale", "zero_point", "g_idx"))
-        scale = parts[".weight_scale"] if scale is None else scale
-        if zero is not None:  # packed along the rows
+        scale, zero, group = parts[".weight_scale"], parts.get(".weight_zero_point"), parts.get(".weight_g_idx")
+        if zero is not None and zero.dtype == torch.int32:  # packed along the rows; older files have bytes
             zero = unpack(zero.T, bits).T[:rows] - offset
-        if group is None:
+        if group is None or bool((group < 0).any()):  # -1: the columns keep their order
             return scaled(numbers, scale, zero=zero)
         chosen = group.long()
         return (numbers.float() - (0 if zero is None else zero.float()[:, chosen])) * scale.float()[:, chosen]

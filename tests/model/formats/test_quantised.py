@@ -14,6 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from coserve.core.errors import UnsupportedBase
 from coserve.model.base import Base
 from coserve.model.formats.load import DenseModel
+from coserve.model.formats.source import FORMATS
 from coserve.model.load import load_base
 from coserve.model.parallel.mesh import LoneRank
 from tests.support import quantised
@@ -72,6 +73,40 @@ def test_weights_are_those_of_the_definition(kind: str, llama: Path, tmp_path: P
     assert part.note == base.note
 
 
+@pytest.mark.parametrize(
+    ("make", "settings", "dropped"),
+    [
+        (quantised.auto_fp8, {"quant_method": "fp8"}, ()),
+        (quantised.packed_zeros_in_bytes, _compressed("pack-quantized", num_bits=4, **GROUPS), ()),
+        (quantised.gptq(4, 2, reordered=True), {"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, ()),
+        (quantised.gptq(4, 1, reordered=False), {"quant_method": "gptq", "bits": 4}, (".g_idx",)),
+        (
+            quantised.gptq(4, 1, reordered=False, size=32),  # of 48 inputs, the last group is smaller
+            {"quant_method": "gptq", "bits": 4, "group_size": 32},
+            (".g_idx",),
+        ),
+    ],
+)
+def test_other_spellings_of_a_format(
+    make: quantised.Quantise, settings: dict[str, object], dropped: tuple[str, ...]
+) -> None:
+    form = FORMATS[str(settings["quant_method"])](settings)
+    stored, weight = make(24, 48, torch.Generator().manual_seed(0))
+    names = {suffix.removeprefix("" if form.main else ".weight"): suffix for suffix in stored if suffix not in dropped}
+    parts = {name: stored[suffix] for name, suffix in names.items() if name in (form.main, *form.others)}
+    torch.testing.assert_close(form.dequantize(parts), weight.float(), rtol=1e-6, atol=1e-8)
+
+
+def test_scales_of_activations_are_refused(tmp_path: Path) -> None:
+    """AutoAWQ's files of StarCoder 2 and GPT-NeoX divide what an activation returns by `act.scales`."""
+    tiny_family("starcoder2").save_pretrained(tmp_path)
+    found, _ = quantised.quantise(tmp_path, tmp_path, *KINDS["awq"])
+    tensors = load_file(found / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.act.scales": torch.full((48,), 2.0)}, found / "model.safetensors")
+    with pytest.raises(UnsupportedBase, match=r"mlp.act.scales has no .*mlp.act.qweight; awq is read only where"):
+        _load(found)
+
+
 @pytest.mark.parametrize("mesh", [None, LoneRank(1, 2)])
 def test_mxfp4_experts_are_those_of_transformers(mesh: LoneRank | None, tmp_path: Path) -> None:
     """gpt-oss's files: `_blocks` and `_scales` in place of a parameter."""
@@ -106,6 +141,7 @@ def test_stacked_experts_have_scales_of_their_own(mesh: LoneRank | None, tmp_pat
     [
         ({"quant_method": "bitsandbytes"}, r"quantised by 'bitsandbytes'; coserve reads awq, .*dequantize\(\)"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq: expected version 'gemm' with 4 bits, got 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "awq: expected version 'gemm' with 4 bits, got 'gemv'"),
         ({"quant_method": "gptq", "bits": 3}, "gptq: expected 2, 4 or 8 bits"),
         (_compressed("nvfp4-pack-quantized", num_bits=4), "compressed-tensors: nvfp4-pack-quantized with 4 bits"),
         ({"quant_method": "gptq", "bits": 4}, "config says gptq, but no weight is stored so"),
