@@ -113,7 +113,7 @@ def plan_servers(
         size = f"{capacity} adapters of {shape.adapter_bytes(rank) / 1e9:.2f} GB"
         raise InvalidRequest(f"{size} need {held} GPUs, expected at most {most}", field="gpu_gb")
     for gpus in range(max(1, held), most + 1):
-        found = []
+        in_time = []
         for ep in (ep for ep in range(1, gpus + 1) if gpus % ep == 0 and shape.experts % ep == 0):
             pp = gpus // ep
             if pp > shape.layers:
@@ -124,14 +124,15 @@ def plan_servers(
                 2 * hardware.latency + read / ep / hardware.bandwidth,
                 2 * hardware.latency + down / hardware.link,
             )
-            if sum(times) > overlap * layer:
-                bound = "tpot"
-            elif max(times) * engines / pp > layer:
-                bound = "load"
-            else:
-                found.append(ServerPlan(gpus, ep, pp, *times, bound=bound))
+            if sum(times) <= overlap * layer:
+                in_time.append(ServerPlan(gpus, ep, pp, *times, bound=bound))
+        found = [one for one in in_time if max(one.receive, one.compute, one.send) * engines / one.pp <= layer]
         if found:
             return min(found, key=lambda one: one.receive + one.compute + one.send)
+        bound = "load" if in_time else "tpot"
+    if bound == "load":
+        turn = f"within the {layer * 1e6:.0f} microseconds of a layer"
+        raise InvalidRequest(f"no {most} GPUs serve {engines} engines {turn}", field="engines")
     up, down = (batch * size for size in shape.token_bytes())
     raise InvalidRequest(
         f"no {most} GPUs return the terms within {overlap * layer * 1e6:.0f} microseconds a layer: sending takes "

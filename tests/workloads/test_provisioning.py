@@ -121,9 +121,18 @@ def test_gpus_hold_the_adapters_and_keep_the_time() -> None:
     assert gpus(70, 60, 0.1)[1] == "load"
     with pytest.raises(InvalidRequest, match="no 64 GPUs return"):
         gpus(70, 1, 0.001)
+    with pytest.raises(InvalidRequest, match="no 64 GPUs serve 100000 engines") as refused:
+        gpus(70, 100_000, 0.1)
+    assert refused.value.field == "engines"
     with pytest.raises(InvalidRequest, match="need 101 GPUs") as refused:
         gpus(8000, 1, 0.1)
     assert refused.value.field == "gpu_gb"
+
+
+def test_a_division_that_is_too_slow_bounds_nothing_where_another_is_in_time() -> None:
+    hardware = Hardware(memory=80e9, bandwidth=1e11)
+    found = plan_servers(QWEN, 16, 64, [1 / 64] * 64, batch=16, engines=1, tpot=0.03, hardware=hardware)
+    assert (found.gpus, found.ep, found.bound) == (2, 2, "memory")
 
 
 def test_experts_are_divided_where_pairs_take_longer_than_messages() -> None:
