@@ -92,7 +92,8 @@ class Summary(Group, frozen=True, kw_only=True):
     finetune_throughput: float
     """Fine-tuning tokens per second over `duration`."""
     finetune_window_throughput: float
-    """Fine-tuning tokens per second of the steps reported inside the arrival window."""
+    """Fine-tuning tokens per second of the steps reported inside the arrival window, or the part of it that the run
+    lasted."""
     finetune_peak: float | None
     """Fine-tuning tokens per second without requests: given, or measured before the arrival window."""
     finetune_share: float | None
@@ -148,7 +149,9 @@ def summarise(
     counted = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
     trained = metrics.trained_until(run.jobs, run.duration)
     begin, end = run.scenario.window
-    in_window = (metrics.trained_until(run.jobs, end) - metrics.trained_until(run.jobs, begin)) / run.scenario.duration
+    end = max(begin, min(end, run.duration))  # without requests at the end of the window, the run ends before it
+    window_tokens = metrics.trained_until(run.jobs, end) - metrics.trained_until(run.jobs, begin)
+    in_window = window_tokens / max(end - begin, SHORTEST)
     peak = metrics.peak_speed(run.jobs, begin) if peak is None else peak
     return Summary(
         **asdict(_group(run.samples, limits)),

@@ -193,6 +193,16 @@ def test_fine_tuning_in_the_arrival_window_is_that_of_its_steps(
     assert summary.finetune_share == pytest.approx(inside / duration / 50)
 
 
+@pytest.mark.parametrize(("end", "speed"), [(25.0, 100.0), (60.0, 2500 / 40), (15.0, 0.0)])
+def test_a_run_that_ends_before_the_window_does_is_measured_to_its_end(end: float, speed: float) -> None:
+    """The last request is answered, or the run interrupted, and no job is watched any longer."""
+    steps = [(20.0 + i, 100) for i in range(1, 26) if 20.0 + i <= end]
+    scenario = Scenario(lead=20.0, duration=40.0)
+    summary = summarise(ReplayResult(scenario=scenario, duration=end, samples=(), jobs=(job(*steps),)), peak=50.0)
+    assert summary.finetune_window_throughput == pytest.approx(speed)
+    assert summary.finetune_share == pytest.approx(speed / 50)
+
+
 def test_the_peak_is_the_speed_before_the_window() -> None:
     """Of the second half of the lead, between two steps: a start that takes its time does not count."""
     slow = [(1.0, 10), (9.0, 10)]
