@@ -12,14 +12,15 @@ from contextlib import suppress
 import pytest
 
 from coserve.core.limits import MAX_MESSAGES
-from tests.support.examples import in_turns
+from tests.support.examples import examples, in_turns
 from tests.support.fake_engine import SITE
 from tests.support.watched_server import OLD_JOB, Watched, watched_server
 
 pytestmark = pytest.mark.slow
-MOST = 80.0
+MOST = 80.0 if examples(100) == 100 else 240.0
 """Milliseconds of the process's CPU time between two heartbeats of its loop. More than the 50 that are promised: where
-other tests use all of the memory's bandwidth, copies of 14 MB take 45 to 60, each time."""
+other tests use all of the memory's bandwidth, copies of 14 MB take 45 to 60, each time. `make test-long` is strict; the
+others, on machines of any speed, see only what holds the loop for as long as decoding or reading such a body does."""
 MIB = 1 << 20
 TRIES = 12
 """What holds the loop by its nature does it each time; a busy machine's caches make some piece of work slow once."""
@@ -152,19 +153,19 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
         ),
         {400},
     ),
-    "16,384 of Anthropic's messages": (
+    "as many of Anthropic's messages as a chat may have": (
         "/v1/messages",
         lambda: b'{"max_tokens": 1, "messages": [' + b",".join([CALLS] * (MAX_MESSAGES // 2)) + b"]}",
         {400},
     ),
-    "16,384 items to compact": (
+    "as many items as a conversation may have to compact": (
         "/v1/responses/compact",
         lambda: (
             b'{"truncation": "auto", "max_output_tokens": 1, "input": [%s]}' % b",".join([PAIR] * (MAX_MESSAGES // 2))
         ),
         {200},
     ),
-    "16,384 items to store": (
+    "as many items as a conversation may have to store": (
         "/v1/responses",
         lambda: (
             b'{"truncation": "auto", "max_output_tokens": 1, "input": [%s]}' % b",".join([PAIR] * (MAX_MESSAGES // 2))

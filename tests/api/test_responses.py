@@ -369,9 +369,9 @@ async def test_responses_that_are_not_stored(client: AsyncOpenAI) -> None:
 
 
 async def test_a_conversation_has_at_most_as_many_items_as_one_input(client: AsyncOpenAI) -> None:
-    talk: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 5000
+    talk: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 1500
     first = await client.responses.create(model="fake", input=talk, truncation="auto")
-    with pytest.raises(openai.BadRequestError, match="16384 items"):
+    with pytest.raises(openai.BadRequestError, match="4096 items"):
         await client.responses.create(model="fake", input=talk, truncation="auto", previous_response_id=first.id)
     calls: Any = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 1025
     with pytest.raises(openai.BadRequestError, match=r"input\[1024\]: expected at most 1024 calls in a row"):

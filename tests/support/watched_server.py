@@ -127,7 +127,7 @@ async def serve(folder: Path) -> None:
         heart, holder = Heart(), byte_level()
         while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
             if line == "hold":
-                text = "the cat sat " * 40_000
+                text = "the cat sat " * 120_000
                 await loop.run_in_executor(None, holder.encode, text)  # one native call that keeps the lock
             print(json.dumps(heart.take()), flush=True)
 

@@ -203,7 +203,7 @@ def _of_input(item: InputItem, new: str) -> StoredItem:
     content = item.content
     if item.type == "message" and isinstance(content, str):
         content = [{"type": "output_text" if item.role == "assistant" else "input_text", "text": content}]
-    return StoredItem(  # as there may be 16,384, each field by name: a third of the time
+    return StoredItem(  # as there may be thousands, each field by name: a third of the time
         id=item.id if isinstance(item.id, str) and item.id else f"{_PREFIXES[item.type]}_{new}",
         type=item.type,
         role=item.role,
