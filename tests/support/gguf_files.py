@@ -150,11 +150,11 @@ def _quantized(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order of the rotary rows: pairs beside each other."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _write_tokenizer(writer: GGUFWriter, tokenizer: Path, template: str | None, pre: str = "gpt-2") -> None:

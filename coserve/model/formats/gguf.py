@@ -65,8 +65,9 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     are not known.
     """
     prefix = f"{header.architecture}.rope.scaling"
-    kind = header.metadata.get(f"{prefix}.type", "none")
-    factor, known = header.metadata.get(f"{prefix}.factor"), settings.get("rope_scaling")
+    old = header.metadata.get(f"{header.architecture}.rope.scale_linear")
+    factor, known = header.metadata.get(f"{prefix}.factor", old), settings.get("rope_scaling")
+    kind = header.metadata.get(f"{prefix}.type", "linear" if factor else "none")
     if any(name in header.tensors for name in LONGROPE):
         return _longrope(header, prefix, settings)
     if "rope_freqs.weight" in header.tensors and "rope_parameters" not in settings:

@@ -66,7 +66,7 @@ def by_pairs(heads: str) -> Change:
     setting with the number of heads."""
 
     def change(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
-        rows = parts[0].reshape(int(getattr(config, heads)), -1, 2, parts[0].shape[1])
+        rows = parts[0].reshape(int(getattr(config, heads)), -1, 2, *parts[0].shape[1:])
         return rows.transpose(1, 2).flatten(0, 2)
 
     return change

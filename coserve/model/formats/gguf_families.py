@@ -78,8 +78,9 @@ NAMES = {
 
 
 _PAIRS: dict[str, Change] = {
-    "q_proj.weight": by_pairs("num_attention_heads"),
-    "k_proj.weight": by_pairs("num_key_value_heads"),
+    f"{projection}_proj.{part}": by_pairs(heads)
+    for projection, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))
+    for part in ("weight", "bias")
 }
 _PARTIAL = {"partial_rotary_factor": "rope.dimension_count"}
 _GRANITE = {

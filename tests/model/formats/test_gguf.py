@@ -102,8 +102,10 @@ def test_an_extended_context_keeps_its_frequencies_or_is_refused(tmp_path: Path)
     write_llama(path, model, GGMLQuantizationType.F32, rope_freqs=divisors + 1)
     with pytest.raises(UnsupportedBase, match="rope_freqs"):
         _load(path)
-    write_llama(path, plain, GGMLQuantizationType.F32, type="linear", factor=4.0)
-    torch.testing.assert_close(_load(path).model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq / 4)
+    keys = ("rope.scaling.factor", "rope.scale_linear")  # the newer and the older: linear, if no type is named
+    for given in ({"type": "linear", "factor": 4.0}, *({"further": {key: 4.0}} for key in keys)):
+        write_llama(path, plain, GGMLQuantizationType.F32, **given)  # type: ignore[arg-type]
+        torch.testing.assert_close(_load(path).model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq / 4)
 
 
 @pytest.mark.parametrize("family", ["smollm3", "granite"])
@@ -111,7 +113,7 @@ def test_families_that_llama_cpp_writes_as_llama(family: str, tmp_path: Path) ->
     own = {"attention_multiplier": 0.25, "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
     keys = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
     scales = own if family == "granite" else {}
-    model = tiny_family(family, **scales)
+    model = tiny_family(family, **scales, attention_bias=True)
     path = tmp_path / "model.gguf"
     further = dict(zip(keys, scales.values(), strict=False))
     write_llama(path, model, GGMLQuantizationType.F32, architecture=family, further=further)
