@@ -264,7 +264,8 @@ class TinkerApi:
 
     @_post("cancel_future", "Cancel a sample")
     async def tinker_cancel_future(self, body: schemas.RetrieveFuture) -> schemas.Accepted:
-        self._futures.cancel(body.request_id)
+        if ":train:" not in body.request_id:  # a model's requests run to their end, as half of one would break it
+            self._futures.cancel(body.request_id)
         return schemas.Accepted()
 
     # ---- saved states
