@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -326,3 +327,18 @@ async def test_cancelling_batches(api: Api, late: bool) -> None:
             assert set(await ended_batches(api)) == {"cancelled"}
 
     await at_every_await(api, late, call, check)
+
+
+async def test_quotas(api: Api, late: bool) -> None:
+    """A quota that is stored holds."""
+
+    async def call(at: int) -> Call:
+        return "PUT", f"/admin/quotas/project-{at}", {"json": {"jobs": at}}
+
+    async def check(at: int, status: int | None) -> None:
+        with closing(Registry(api.folder.database)) as registry:
+            stored = registry.quotas()
+        _, listed = await api.call("GET", "/admin/quotas")
+        assert listed["data"].keys() == stored.keys()
+
+    await at_every_await(api, late, call, check, every=1)

@@ -304,6 +304,7 @@ async def serve_api(
         port = runner.addresses[0][1]
         base = msgspec.structs.replace(make_base(tokenizer().vocab_size), context=context)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            http._retry_connection = False  # as in aiohttp's own test client: a call that is cut off is not sent again
             api = Api(config, service, folder, http, port, app, base, cutter, engine_type)
             try:
                 if engine:

@@ -20,6 +20,7 @@ from coserve.api.http.security import Handler
 from coserve.api.metrics.traces import PARENT, parent
 from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList, QuotaUse
+from coserve.core.cancellation import uncancelled
 from coserve.core.errors import EngineUnavailable, MissingScope, NotFound
 from coserve.core.logs import log_event
 from coserve.core.names import NAME_RULE, is_name
@@ -167,9 +168,12 @@ class Access:
     async def set_quota(self, id: str, body: Quota) -> Quota:
         if not is_name(id):
             raise NotFound(f"expected {NAME_RULE}", field="id")
-        await asyncio.shield(self._registry(lambda registry: registry.set_quota(id, body)))
-        self.quotas.set(id, body)
+        await uncancelled(asyncio.create_task(self._set_quota(id, body)))
         return body
+
+    async def _set_quota(self, project: str, quota: Quota) -> None:
+        await self._registry(lambda registry: registry.set_quota(project, quota))
+        self.quotas.set(project, quota)
 
     @Route("PUT", "/admin/log-level", "Change the log level until the daemon ends", errors=(422,))
     async def set_log_level(self, body: LogLevel) -> LogLevel:
