@@ -288,6 +288,7 @@ def test_a_tower_that_holds_models_is_dropped_whole() -> None:
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, ""),
         ({"model_type": "no-such-family"}, "no-such-family"),
         ({"vocab_size": 64}, ""),
+        ({"vocab_size": None}, "'vocab_size' expected int, got NoneType"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

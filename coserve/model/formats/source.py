@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from coserve.core.errors import UnsupportedBase
@@ -71,7 +72,7 @@ def loadable(name: str) -> Iterator[None]:
     """Turn errors of transformers and torch while a base is read into `UnsupportedBase`."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, StrictDataclassError) as error:
         raise UnsupportedBase(f"{name}: transformers cannot load it: {error}") from error
 
 
