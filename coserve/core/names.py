@@ -10,15 +10,19 @@ from msgspec import Meta
 
 NAME_LENGTH: Final = 64
 NAME: Final = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH - 1}}}"
-"""Regular expression for an adapter's name; job ids match it too."""
-VERSIONED_NAME: Final = NAME + r"(@[1-9][0-9]{0,8})?"
+"""Regular expression for the name of a project, a tag or a saved state; job ids match it too."""
+ADAPTER_NAME: Final = rf"{NAME}(/{NAME})?"
+"""Regular expression for an adapter's name: one such name, or two as on the hub, `owner/name`."""
+VERSIONED_NAME: Final = ADAPTER_NAME + r"(@[1-9][0-9]{0,8})?"
 """Regular expression for `name` or `name@version`."""
 NAME_RULE: Final = (
     f"a name of at most {NAME_LENGTH} letters, digits, '.', '_' and '-', that starts with a letter or digit"
 )
+ADAPTER_RULE: Final = f"{NAME_RULE}, or two of them with a '/' between"
 MAX_VERSION: Final = 999_999_999
 
-AdapterName = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
+Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
+AdapterName = Annotated[str, Meta(pattern=rf"\A{ADAPTER_NAME}\Z")]
 AdapterRefText = Annotated[str, Meta(pattern=rf"\A{VERSIONED_NAME}\Z")]
 """`name@version`, or `name` for its current version (the newest, or the one rolled back to)."""
 
@@ -51,8 +55,24 @@ ADAPTER_SOURCES: Final = ("job", "import", "load", "convert")
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` can be an adapter's name."""
+    """Return whether `text` can be the name of a project, a tag or a saved state, or a job's id."""
     return re.fullmatch(NAME, text) is not None
+
+
+def is_adapter_name(text: str) -> bool:
+    """Return whether `text` can be an adapter's name."""
+    return re.fullmatch(ADAPTER_NAME, text) is not None
+
+
+def file_name(adapter: AdapterName) -> str:
+    """Return an adapter's name as part of a file's or folder's name. No two adapters have the same: no name has a
+    '+'."""
+    return adapter.replace("/", "+")
+
+
+def adapter_of_file(name: str) -> AdapterName:
+    """Return the adapter of a `file_name`."""
+    return name.replace("+", "/")
 
 
 def is_adapter_ref(text: str) -> bool:

@@ -18,7 +18,7 @@ from msgspec import inspect
 from coserve.core.errors import InvalidRequest, UnknownField
 from coserve.core.hints import fields_of, hint, near_miss, value_hint
 from coserve.core.limits import LEAST_NORMAL
-from coserve.core.names import NAME_RULE
+from coserve.core.names import ADAPTER_RULE, NAME_RULE
 
 T = TypeVar("T")
 
@@ -73,7 +73,8 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
         return InvalidRequest(f"expected one of {', '.join(known)}{_got(tag)}{meant}", field=path[:MAX_FIELD])
     if "matching regex" in message:
         other = "base, none or adapter:NAME, with NAME " if "adapter:" in message else ""
-        message = f"expected {other}{NAME_RULE}" + (" (or name@version)" if "@" in message else "")
+        rule = ADAPTER_RULE if "(/" in message else NAME_RULE
+        message = f"expected {other}{rule}" + (" (or name@version)" if "@" in message else "")
     else:
         message = _QUOTED.sub(lambda types: " or ".join(map(type_word, types[1].split(" | "))), raw)
     in_dict = of_key or path.endswith(_ENTRY)

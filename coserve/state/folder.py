@@ -7,7 +7,7 @@ cache/                                    compiled kernels, bytecode (`--cache-d
 memory.json                               the GPU's memory profile; may be deleted
 graphs.json                               measured GPU memory of CUDA graphs; may be deleted
 tracking/                                 files of the trackers (`--tracking-dir`)
-adapters/<id>/<version>/                  PEFT files of one immutable version
+adapters/<id>/<version>/                  PEFT files of one immutable version; a + in its folder is a / in its id
 files/<id>/                               an uploaded file and its record: `state.files`
 batches/<id>/                             a batch of requests and its results: `api.openai.batches`
 jobs/<job>/corpus.safetensors             the tokenised corpus
@@ -24,12 +24,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from coserve.core.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
-from coserve.core.names import is_name
+from coserve.core.names import adapter_of_file, file_name, is_adapter_name, is_name
 from coserve.core.types import AdapterRef
 from coserve.state.durable import make_folder, read_errors, sweep, write_errors
 
@@ -56,7 +56,7 @@ class DataFolder:
         self.tracking = self.root / "tracking"
 
     def adapter(self, ref: AdapterRef) -> Path:
-        return self.adapters / _checked(ref.id) / str(int(ref.version))
+        return self.adapters / file_name(_checked(ref.id, is_adapter_name)) / str(int(ref.version))
 
     def job(self, job_id: str) -> Path:
         return self.jobs / _checked(job_id)
@@ -91,7 +91,7 @@ class DataFolder:
     def adapter_refs(self) -> list[AdapterRef]:
         """Adapter versions that have a folder."""
         return sorted(
-            AdapterRef(name.name, int(version.name))
+            AdapterRef(adapter_of_file(name.name), int(version.name))
             for name in _folders(self.adapters)
             for version in _folders(name)
             if version.name.isascii() and version.name.isdigit()
@@ -149,7 +149,7 @@ def _folders(parent: Path) -> list[Path]:
     return [entry for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
 
 
-def _checked(name: str) -> str:
-    if not is_name(name):
+def _checked(name: str, is_valid: Callable[[str], bool] = is_name) -> str:
+    if not is_valid(name):
         raise ForbiddenPath("expected a name of letters, digits, '.', '_' and '-'")
     return name

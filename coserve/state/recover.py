@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from coserve.core.errors import JobNotFound, StartupError, StorageError, StorageFailed
-from coserve.core.names import ADAPTER_FILES, CHECKPOINT_STATE
+from coserve.core.names import ADAPTER_FILES, CHECKPOINT_STATE, file_name
 from coserve.core.schemas.service import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.validation import decode_json
@@ -101,7 +101,7 @@ def _match_adapters(registry: Registry, folder: DataFolder) -> None:
         if ref not in known:
             log.info("removed files of %s, which was never published", ref)
             remove_dir(folder.adapter(ref))
-    names = {ref.id for ref in known}
+    names = {file_name(ref.id) for ref in known}
     for entry in folder.adapters.iterdir():
         if entry.is_dir() and entry.name not in names:
             remove_dir(entry)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.names import NAME_RULE, is_name
+from coserve.core.names import ADAPTER_RULE, is_adapter_name
 from coserve.core.options import grouped, option, parse_setting, read_settings
 from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.arrivals import Arrivals, Pattern, Process
@@ -239,8 +239,8 @@ class Scenario:
         if not self.rank:
             raise InvalidRequest("expected at least one rank, got none", field="rank")
         last = self._adapter_name(max(self.adapters - 1, 0))
-        if not is_name(last):
-            raise InvalidRequest(f"expected {NAME_RULE}, got {last[:80]!r}", field="adapter_prefix")
+        if not is_adapter_name(last):
+            raise InvalidRequest(f"expected {ADAPTER_RULE}, got {last[:80]!r}", field="adapter_prefix")
         if self.output_lengths is Lengths.TEXTS:
             raise InvalidRequest("expected uniform or lognormal, got texts", field="output_lengths")
         if self.preset is not None and self.preset not in PRESETS:

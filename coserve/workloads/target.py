@@ -11,7 +11,7 @@ from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
 from coserve.client.failures import job_error
 from coserve.core import errors
 from coserve.core.cancellation import cancel_all
-from coserve.core.names import NAME_RULE, is_adapter_ref, is_name
+from coserve.core.names import ADAPTER_RULE, is_adapter_name, is_adapter_ref
 from coserve.core.schemas.jobs import JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
@@ -77,10 +77,10 @@ class DaemonTarget:
         """
         ranks = {name: self._scenario.rank_of(i) for i, name in enumerate(self._scenario.adapter_names)}
         ranks |= {name: self._scenario.rank_of(i) for i, name in enumerate(names) if name not in ranks}
-        usable = is_name if self._prefix else is_adapter_ref  # an adapter version can be used, but not created
+        usable = is_adapter_name if self._prefix else is_adapter_ref  # an adapter version can be used, but not created
         for name in map(self.served_name, ranks):
             if not usable(name):
-                raise errors.InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="prefix")
+                raise errors.InvalidRequest(f"expected {ADAPTER_RULE}, got {name[:80]!r}", field="prefix")
         limit = asyncio.Semaphore(self._prepared_at_once)
 
         async def ensure(name: str, rank: int) -> bool:
@@ -97,7 +97,7 @@ class DaemonTarget:
         try:
             adapter = await self._client.adapter(name)
         except errors.AdapterNotFound:
-            if not is_name(name):
+            if not is_adapter_name(name):
                 raise
             settings = LoraRequest(r=rank, targets=self._scenario.targets or None)
             self._touched.add(name)

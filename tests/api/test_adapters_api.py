@@ -9,6 +9,7 @@ import tarfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -174,6 +175,51 @@ async def test_files_that_are_no_adapter(api: Api, peft: Path) -> None:
     await refused("corrupt_adapter", upload(peft))
     config.unlink()
     await refused("invalid_request", upload(peft), 400)
+
+
+async def test_an_adapter_may_have_a_name_of_two_parts(api: Api, peft: Path) -> None:
+    """As on the hub, wherever an adapter is named; in a path its slash is %2F."""
+    for version in (1, 2):
+        made = await api.answered(201, "POST", "/adapters", data=upload(peft, name="org/poet"))
+        assert made["ref"] == f"org/poet@{version}"
+    path = "/adapters/org%2Fpoet"
+    assert (await api.answered(200, "GET", path))["versions"] == [1, 2]
+    assert (await api.answered(200, "PATCH", path, json={"tags": ["eu"]}))["tags"] == ["eu"]
+    await api.refused(400, "invalid_request", "PATCH", path, json={"tags": ["a/b"]})
+    assert await names(api, search="G/p", tag="eu") == ["org/poet"]
+    assert (await api.answered(200, "POST", f"{path}/rollback", json={"version": 1}))["ref"] == "org/poet@1"
+    alias = await api.answered(200, "PUT", "/aliases/org%2Fprod", json={"target": "org/poet@2"})
+    assert (alias["name"], alias["target"]) == ("org/prod", "org/poet@2")
+    for name, version in {"org/poet": 1, "org/poet@2": 2, "org/prod": 2}.items():
+        for path_of_model in (name, name.replace("/", "%2F")):
+            model = await api.answered(200, "GET", f"/v1/models/{path_of_model}")
+            assert (model["id"], model["root"]) == (name, f"org/poet@{version}")
+        await api.answered(200, "POST", "/generate", json={"prompt": "x", "adapter": name})
+        await api.answered(200, "POST", "/v1/completions", json={"prompt": "x", "model": name})
+        await api.answered(200, "POST", "/generate", json={"inputs": "x", "parameters": {"adapter_id": name}})
+        assert {request.adapter for request in api.engine.heard(Generate)[-3:]} == {AdapterRef("org/poet", version)}
+    async with api.http.get(f"{path}@1/download") as response:
+        assert response.headers["Content-Disposition"] == 'attachment; filename="org+poet-1.tar"'
+        with tarfile.open(fileobj=io.BytesIO(await response.read())) as tar:
+            assert {member.name.partition("/")[0] for member in tar} == {"org+poet-1"}
+    job = {"adapter": "org/poet", "continue_from": "org/poet@2", "data": [{"text": "a"}]}
+    assert (await api.answered(202, "POST", "/finetune", json=job))["version"] == 3
+    error = await api.refused(404, "not_found", "GET", "/adapters/org/poet")
+    assert error["message"] == "there is no such path; in a path the '/' of a name is written %2F"
+    await api.answered(200, "DELETE", "/aliases/org%2Fprod")
+    assert (await api.answered(200, "DELETE", f"{path}@1"))["id"] == "org/poet"
+    assert AdapterRef("org/poet", 1) not in api.folder.adapter_refs()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/poet", "org/", "org//poet", "a/b/c", "../poet", "org/..", "org/.poet", "org+poet", "org%2Fpoet", "a/b/@1"],
+)
+async def test_no_other_slash_is_part_of_a_name(api: Api, peft: Path, name: str) -> None:
+    error = await api.refused(400, "invalid_request", "POST", "/adapters", data=upload(peft, name=name))
+    assert "letter or digit, or two of them with a '/' between, got" in error["message"]
+    await api.refused(404, "not_found", "GET", f"/adapters/{quote(name, safe='')}")
+    assert api.folder.adapter_refs() == []
 
 
 async def names(api: Api, **query: str) -> list[str]:

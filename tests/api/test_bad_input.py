@@ -94,7 +94,7 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"data": JOB["data"]}, 400, BAD, "adapter"),
     ({"adapter": "poet"}, 400, BAD, "data"),
     (JOB | {"path": "x"}, 400, BAD, "data"),
-    (JOB | {"adapter": "x/y"}, 400, BAD, "adapter"),
+    (JOB | {"adapter": "x/y/z"}, 400, BAD, "adapter"),
     (JOB | {"data": []}, 422, "empty_corpus", None),
     (JOB | {"data": [{"text": "a b"}, {"txt": "a"}]}, 422, "malformed_row", None),
     (JOB | {"data": [{"prompt": "a", "completion": ""}]}, 422, "no_targets", None),

@@ -50,6 +50,11 @@ async def test_load_use_and_unload(api: Api, root: Path) -> None:
     status, text = await post(api, "unload")
     assert (status, json.loads(text)["error"]["param"]) == (404, "lora_name")
     assert (await api.call("POST", "/v1/completions", json={"model": "poet", "prompt": "x"}))[0] == 404
+    assert (await post(api, "load", lora_name="org/poet", lora_path="one"))[0] == 200
+    status, answer = await api.call("POST", "/v1/completions", json={"model": "org/poet", "prompt": "x"})
+    assert (status, answer["model"]) == (200, "org/poet")
+    assert (await post(api, "unload", lora_name="org/poet"))[0] == 200
+    assert api.folder.adapter_refs() == []
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,9 @@ async def test_a_job_from_rows_to_its_adapter(tmp_path: Path) -> None:
         assert job.info.state is JobState.QUEUED or job.info.state is JobState.RUNNING
         done = await job.wait(progress=False, timeout=120)
         assert (done.state, done.result, done.metadata) == (JobState.SUCCEEDED, "pirate@1", {"who": "me"})
-        alike = await client.finetune("alike", ROWS, lora=done.lora, training={"steps": 1})
-        assert (await alike.wait(progress=False, timeout=120)).lora == done.lora
+        alike = await client.finetune("org/alike", ROWS, lora=done.lora, training={"steps": 1})
+        assert (again := await alike.wait(progress=False, timeout=120)).lora == done.lora
+        assert again.result == "org/alike@1"
         events = [event async for event in job.events()]
         assert [event.seq for event in events] == sorted({event.seq for event in events})
         assert [event.metrics.step for event in events if event.metrics] == [1, 2, 3]
@@ -89,15 +90,15 @@ async def test_a_job_from_rows_to_its_adapter(tmp_path: Path) -> None:
 async def test_adapters_go_in_and_out(tmp_path: Path) -> None:
     async with daemon(tmp_path) as (api, client):
         write_peft(tmp_path / "peft", make_base(api.base.vocab))
-        made = await client.import_adapter("zero", tmp_path / "peft")
-        assert (made.ref, made.source) == ("zero@1", "import")
-        assert [found.ref for found in (await client.adapters()).data] == ["zero@1"]
-        assert (await client.adapter("zero@1")).versions == [1]
-        folder = await client.download_adapter("zero", tmp_path / "out")
-        assert (await client.import_adapter("zero", folder)).ref == "zero@2", "what came out goes in"
-        assert (await client.delete_adapter("zero")).versions == [1, 2]
+        made = await client.import_adapter("org/zero", tmp_path / "peft")
+        assert (made.ref, made.source) == ("org/zero@1", "import")
+        assert [found.ref for found in (await client.adapters()).data] == ["org/zero@1"]
+        assert (await client.adapter("org/zero@1")).versions == [1]
+        folder = await client.download_adapter("org/zero", tmp_path / "out")
+        assert (await client.import_adapter("org/zero", folder)).ref == "org/zero@2", "what came out goes in"
+        assert (await client.delete_adapter("org/zero")).versions == [1, 2]
         with pytest.raises(errors.AdapterNotFound):
-            await client.adapter("zero")
+            await client.adapter("org/zero")
 
 
 async def test_a_daemon_whose_engine_died_and_came_back(tmp_path: Path) -> None:

@@ -178,29 +178,29 @@ def test_a_job_is_steered(node: Node) -> None:
 
 def test_versions_are_downloaded_rolled_back_and_deleted(node: Node, tmp_path: Path) -> None:
     for seed in (0, 1):
-        node.train("kept", seed=seed)
-    node.daemon.call("PUT", "/aliases/best", {"target": "kept@1", "canary": "kept@2", "weight": 0.25})
+        node.train("org/kept", seed=seed)
+    node.daemon.call("PUT", "/aliases/best", {"target": "org/kept@1", "canary": "org/kept@2", "weight": 0.25})
     with node.open("#adapters") as page:
-        page.get_by_label("Search adapters by name").fill("kept")
-        page.get_by_role("link", name="kept").click()
-        page.get_by_role("heading", name="kept: 2 versions").wait_for()
+        page.get_by_label("Search adapters by name").fill("org/kept")
+        page.get_by_role("link", name="org/kept").click()
+        page.get_by_role("heading", name="org/kept: 2 versions").wait_for()
         page.get_by_role("row", name=re.compile("^@1 best ")).wait_for()
         page.get_by_role("row", name=re.compile(r"^@2 \(current\) best \(canary, 25 %\) ")).wait_for()
         check_accessible(page)
         with page.expect_download() as download:
-            page.get_by_role("button", name="Download kept@1").click()
-        assert download.value.suggested_filename == "kept-1.tar"
+            page.get_by_role("button", name="Download org/kept@1").click()
+        assert download.value.suggested_filename == "org+kept-1.tar"
         download.value.save_as(tmp_path / "kept.tar")
         with tarfile.open(tmp_path / "kept.tar") as archive:
             assert any(name.endswith("adapter_model.safetensors") for name in archive.getnames())
-        page.get_by_role("button", name="Make current kept@1").click()
+        page.get_by_role("button", name="Make current org/kept@1").click()
         page.get_by_role("rowheader", name="@1 (current)").wait_for()
-        assert node.daemon.call("GET", "/adapters/kept")[1]["version"] == 1
-        node.daemon.call("PUT", "/aliases/best", {"target": "kept@1"})
-        page.get_by_role("button", name="Delete kept@2").click()
+        assert node.daemon.call("GET", "/adapters/org%2Fkept")[1]["version"] == 1
+        node.daemon.call("PUT", "/aliases/best", {"target": "org/kept@1"})
+        page.get_by_role("button", name="Delete org/kept@2").click()
         page.get_by_role("button", name="Yes").click()
-        page.get_by_role("heading", name="kept: 1 version").wait_for()
-        assert node.daemon.call("GET", "/adapters/kept")[1]["versions"] == [1]
+        page.get_by_role("heading", name="org/kept: 1 version").wait_for()
+        assert node.daemon.call("GET", "/adapters/org%2Fkept")[1]["versions"] == [1]
 
 
 def test_two_adapters_answer_side_by_side(node: Node, trained: list[str]) -> None:

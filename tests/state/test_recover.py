@@ -79,13 +79,13 @@ def test_leftovers_of_unfinished_writes_go(registry: Registry, folder: DataFolde
 
 
 def test_files_without_a_row_go(registry: Registry, folder: DataFolder) -> None:
-    lay_adapter(folder, AdapterRef("poet", 1))
-    lay_adapter(folder, AdapterRef("poet", 2))
+    lay_adapter(folder, AdapterRef("org/poet", 1))
+    lay_adapter(folder, AdapterRef("org/poet", 2))
     lay_adapter(folder, AdapterRef("bard", 1))
-    import_adapter(registry, make_adapter("poet", 1))
+    import_adapter(registry, make_adapter("org/poet", 1))
     write_file(folder.corpus("job-9"), b"corpus", point="corpus")
     recover(registry, folder)
-    assert folder.adapter_refs() == registry.adapter_refs() == [AdapterRef("poet", 1)]
+    assert folder.adapter_refs() == registry.adapter_refs() == [AdapterRef("org/poet", 1)]
     assert not (folder.adapters / "bard").exists()
     assert folder.job_ids() == []
     assert registry.notes() == []
@@ -239,7 +239,7 @@ def test_checkpoints_by_step(folder: DataFolder) -> None:
     assert folder.checkpoints("nobody") == []
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", ".tmp-a", "a" * 65, "a\n"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b/c", "../a", "a/..", "a+b", "/etc", ".tmp-a", "a" * 65, "a\n"])
 def test_names_that_are_no_names(folder: DataFolder, name: str) -> None:
     with pytest.raises(ForbiddenPath):
         folder.adapter(AdapterRef(name, 1))

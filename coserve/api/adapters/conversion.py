@@ -18,7 +18,7 @@ from coserve.api.jobs.sources import UploadedRows
 from coserve.api.node import Node
 from coserve.core.cancellation import uncancelled, uncancelled_thread
 from coserve.core.errors import AdapterError, InvalidRequest, StorageError
-from coserve.core.names import NAME_RULE, is_name
+from coserve.core.names import ADAPTER_RULE, is_adapter_name
 from coserve.core.schemas.adapters import Adapter, ConversionReport, ConvertedAdapter, ConvertRequest, Distillation
 from coserve.core.schemas.jobs import FinetuneRequest, Job
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
@@ -111,6 +111,8 @@ def convert(
 def default_name(name: str, blocks: int) -> str:
     """Return the name of a converted adapter. Raises `InvalidRequest` if it would be too long."""
     found = f"{name}-bd{blocks}" if blocks > 1 else f"{name}-lora"
-    if not is_name(found):
-        raise InvalidRequest(f"expected a name for the converted adapter: {found!r} is not {NAME_RULE}", field="name")
+    if not is_adapter_name(found):
+        raise InvalidRequest(
+            f"expected a name for the converted adapter: {found!r} is not {ADAPTER_RULE}", field="name"
+        )
     return found

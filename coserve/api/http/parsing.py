@@ -14,7 +14,7 @@ import msgspec
 from coserve.core.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
 from coserve.core.hints import UNSUPPORTED, fields_of
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
-from coserve.core.names import NAME_RULE, is_adapter_ref, split_ref
+from coserve.core.names import ADAPTER_RULE, is_adapter_ref, split_ref
 from coserve.core.schemas.empty_fields import drop_empty
 from coserve.core.training.other_names import take_other_names
 from coserve.core.validation import MAX_FIELD, explain
@@ -138,7 +138,7 @@ def _why(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
 def ref_from_path(text: str) -> tuple[str, int | None]:
     """Return name and version from the `{id}` of a path. Raises `NotFound` for a text that cannot be a name."""
     if not is_adapter_ref(text):
-        raise NotFound(f"expected {NAME_RULE} (or name@version)", field="id")
+        raise NotFound(f"expected {ADAPTER_RULE} (or name@version)", field="id")
     return split_ref(text)
 
 

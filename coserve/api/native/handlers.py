@@ -218,7 +218,7 @@ class NativeApi:
                 headers={
                     "Content-Type": "application/x-tar",
                     "Content-Length": str(archive.size),
-                    "Content-Disposition": f'attachment; filename="{archive.ref.id}-{archive.ref.version}.tar"',
+                    "Content-Disposition": f'attachment; filename="{archive.name}.tar"',
                 }
             )
             await response.prepare(request)

@@ -146,7 +146,6 @@ class TrainingSessions:
     async def save_adapter(self, session: ClientSession, name: str) -> AdapterRef:
         """Publish the weights as the next version of adapter `name`, durably. Raises `InvalidRequest`,
         `StorageError`."""
-        check_name(name)
         refuse_base_name(name, self._engine.spec, field="path")
         async with session.order:
             await session.opened
@@ -263,6 +262,6 @@ def session_spec(
 
 
 def check_name(name: str) -> None:
-    """Raise `InvalidRequest` unless `name` can be that of an adapter."""
+    """Raise `InvalidRequest` unless `name` can be that of saved weights."""
     if not is_name(name):
         raise errors.InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="path")

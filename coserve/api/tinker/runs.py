@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
+from coserve.api.sessions.sessions import check_name
 from coserve.api.tinker import schemas
 from coserve.api.tinker.calls import NAMES, DecodedCall, output_of
 from coserve.api.tinker.futures import Order, Result
@@ -193,6 +194,7 @@ class Runs:
     async def save_for_sampler(self, run: Run, body: schemas.SaveForSampler) -> Result:
         if body.path is not None:
             path = SavedPath(run.model, True, body.path)
+            check_name(path.adapter)
             await self._sessions.save_adapter(opened(run), path.adapter)
             return schemas.PathResult(path=str(path))
         ref = await self._sessions.sampler(opened(run))

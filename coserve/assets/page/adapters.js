@@ -29,7 +29,7 @@ function makeRow({ id }) {
 async function download(ref) {
   const blob = await (await request(`/adapters/${encodeURIComponent(ref)}/download`, { headers: { Accept: "application/x-tar" } })).blob();
   const url = URL.createObjectURL(blob);
-  el("a", { href: url, download: `${ref.replace("@", "-")}.tar` }).click();
+  el("a", { href: url, download: `${ref.replace("/", "+").replace("@", "-")}.tar` }).click();
   setTimeout(() => URL.revokeObjectURL(url), 60000);
   say(`Downloaded ${ref}.`);
 }

@@ -5,7 +5,7 @@ import { attempt, el, field, percent, say, setText } from "./dom.js";
 
 const input = (props) => el("input", props);
 const file = input({ type: "file", accept: ".jsonl,.json,.csv,.parquet", required: true });
-const adapter = input({ required: true, pattern: "[a-z0-9][a-z0-9_\\-]*", autocomplete: "off", spellcheck: "false" });
+const adapter = input({ required: true, pattern: "[a-z0-9][a-z0-9_\\-]*(/[a-z0-9][a-z0-9_\\-]*)?", autocomplete: "off", spellcheck: "false" });
 const epochs = input({ inputmode: "decimal", placeholder: "auto" });
 const rate = input({ inputmode: "decimal", placeholder: "auto" });
 const rank = input({ type: "number", min: 1, max: 512, placeholder: "default" });

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from coserve.core.access.principal import DEFAULT_PROJECT, Scope
-from coserve.core.names import AdapterName
+from coserve.core.names import Name
 from coserve.core.types import Wire
 
 Seconds = Annotated[float, Meta(ge=1, le=10 * 366 * 86400)]
@@ -19,7 +19,7 @@ class CreateKey(Wire, frozen=True, omit_defaults=True):
 
     scopes: Annotated[list[Scope], Meta(min_length=1, max_length=3)]
     """`generate`: texts; `train`: jobs, files and adapters; `admin`: everything, of all projects."""
-    project: AdapterName = DEFAULT_PROJECT
+    project: Name = DEFAULT_PROJECT
     """Without the scope admin, a key sees and uses its project's files, jobs and adapters only."""
     name: Annotated[str, Meta(max_length=80)] = ""
     """A name for people: the purpose of the key."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from coserve.core.limits import MAX_BLOCKS, MAX_RANK, MAX_ROWS, MAX_TAGS, LocalPath
-from coserve.core.names import MAX_VERSION, AdapterName, AdapterRefText
+from coserve.core.names import MAX_VERSION, AdapterName, AdapterRefText, Name
 from coserve.core.schemas.jobs import ROWS
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import Wire
@@ -74,7 +74,7 @@ class Adapter(Wire, frozen=True):
 class AdapterUpdate(Wire, frozen=True, omit_defaults=True):
     """Body of `PATCH /adapters/{id}`: changes the fields that are given."""
 
-    tags: Annotated[tuple[AdapterName, ...], Meta(max_length=MAX_TAGS)] | None = None
+    tags: Annotated[tuple[Name, ...], Meta(max_length=MAX_TAGS)] | None = None
     """New tags of the name; they replace the old ones. Tags and `ttl` apply to all versions, so give a name without a
     version."""
     ttl: Annotated[float, Meta(ge=0)] | None = None

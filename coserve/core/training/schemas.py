@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from coserve.core.limits import LEAST_NORMAL, MAX_TOKENS, ModuleNames, Seed, TokenIds
-from coserve.core.names import AdapterName
+from coserve.core.names import AdapterName, Name
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import AdapterRef, Wire
 
@@ -95,7 +95,7 @@ class OptimStepResult(Wire, frozen=True):
 class SaveStateRequest(Wire, frozen=True):
     """Body of `save`: weights and moments, durably."""
 
-    name: AdapterName
+    name: Name
     overwrite: bool = False
 
 

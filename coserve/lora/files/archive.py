@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, Final, NamedTuple
 
 from coserve.core.errors import AdapterNotFound, BodyTooLarge, CorruptAdapter, UnsafeAdapter
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, file_name
 from coserve.lora.files.tensorfile import check_digest, open_regular
 from coserve.state.durable import disk_errors
 from coserve.state.registry.records import AdapterRecord
@@ -60,7 +60,8 @@ class AdapterArchive:
         """
         if not folder.is_dir():
             raise AdapterNotFound(f"no files of adapter {record.ref}", field="id")
-        self.ref = record.ref
+        self.name = f"{file_name(record.ref.id)}-{record.ref.version}"
+        """The folder in it, and its file name without the suffix."""
         self._members: list[tuple[bytes, BinaryIO, int]] = []
         with ExitStack() as stack:
             for name, sha256 in ((ADAPTER_CONFIG, record.config_sha256), (ADAPTER_WEIGHTS, record.sha256)):
@@ -68,7 +69,7 @@ class AdapterArchive:
                 if sha256:
                     check_digest(hashlib.file_digest(file, "sha256").hexdigest(), sha256, name)
                     file.seek(0)
-                info = tarfile.TarInfo(f"{record.ref.id}-{record.ref.version}/{name}")
+                info = tarfile.TarInfo(f"{self.name}/{name}")
                 info.size, info.mtime, info.mode = os.fstat(file.fileno()).st_size, int(record.created_at), 0o644
                 self._members.append((info.tobuf(tarfile.GNU_FORMAT), file, info.size))
             self._open = stack.pop_all()

@@ -232,6 +232,7 @@ WRONG: dict[str, tuple[Callable[[tinker.TrainingClient], object], str]] = {
     ),
     "a path": (lambda one: one.load_state("tinker://x/weights/y"), "no saved state 'y'"),
     "a name": (lambda one: one.save_state("../x"), "expected a name of at most 64"),
+    "a sampler's name": (lambda one: one.save_weights_for_sampler("a/x"), "expected a name of at most 64"),
 }
 
 

@@ -18,7 +18,7 @@ from tests.support.event_files import read_curve, read_texts
 from tests.support.records import make_metrics
 from tests.support.tracker_stand_ins import install
 
-RUN = Run("job-1", "poet@2", {"training.learning_rate": 0.1, "metadata.a|b": "<b>"})
+RUN = Run("job-1", "org/poet@2", {"training.learning_rate": 0.1, "metadata.a|b": "<b>"})
 
 
 def context() -> TaskContext:
@@ -45,11 +45,11 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     tell(later, "tensorboard", tmp_path, 2, range(3, 6), JobState.SUCCEEDED)
     assert not later.kept
     close_all(killed)
-    assert read_curve(tmp_path / "poet@2-job-1") == CURVE
-    assert read_curve(tmp_path / "poet@2-job-1", "train/learning_rate") == [(step, 0.5) for step, _ in CURVE]
+    assert read_curve(tmp_path / "org+poet@2-job-1") == CURVE
+    assert read_curve(tmp_path / "org+poet@2-job-1", "train/learning_rate") == [(step, 0.5) for step, _ in CURVE]
     said = {(step, f"    <b>said</b>\n    at {step}") for step in (1, 3)}
     assert (
-        set(read_texts(tmp_path / "poet@2-job-1", "samples/0/text_summary")) == said
+        set(read_texts(tmp_path / "org+poet@2-job-1", "samples/0/text_summary")) == said
     )  # a killed process's text may come twice
 
 
@@ -60,7 +60,7 @@ def test_wandb_has_a_run_for_each_job_and_each_step_once(tmp_path: Path, monkeyp
     tell(killed, "wandb", tmp_path, 0, range(1, 5))
     tell(later, "wandb", tmp_path, 2, range(3, 6))
     (run,) = wandb.runs.values()
-    assert (run.id, run.name, run.project, run.config) == ("job-1", "poet@2", "coserve", RUN.settings)
+    assert (run.id, run.name, run.project, run.config) == ("job-1", "org/poet@2", "coserve", RUN.settings)
     assert [(step, values["train/loss"]) for step, values in run.history.items()] == CURVE
     assert [values["train/learning_rate"] for values in run.history.values()] == [0.5] * len(CURVE)
     close_all(later)
@@ -89,7 +89,7 @@ def test_mlflow_has_a_run_for_each_job_and_each_step_once(tmp_path: Path, monkey
     assert [(metric.step, metric.value) for metric in run.metrics if metric.key == "train/loss"] == CURVE
     assert {metric.timestamp - 1000 * metric.step for metric in run.metrics} == {10**12}
     assert run.params == {"training.learning_rate": "0.1", "metadata.a_b": "<b>"}
-    assert (run.info.run_name, run.info.status) == ("poet@2", "FAILED")
+    assert (run.info.run_name, run.info.status) == ("org/poet@2", "FAILED")
 
 
 def test_mlflow_takes_long_curves_and_settings_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,4 +137,4 @@ def test_what_a_library_raises_is_told_in_a_line_and_the_run_is_opened_anew(tmp_
         tell(own, "tensorboard", folder, 0, range(1, 3))
     folder.unlink()
     tell(own, "tensorboard", folder, 0, range(1, 6), JobState.CANCELLED)
-    assert read_curve(folder / "poet@2-job-1") == CURVE
+    assert read_curve(folder / "org+poet@2-job-1") == CURVE

@@ -51,7 +51,7 @@ def test_a_copy_of_a_running_daemon_goes_on_elsewhere(
     data, copy, other = tmp_path / "data", tmp_path / "copy", tmp_path / "other"
     with DaemonProcess(model, data) as daemon:
         daemon.wait_ready()
-        _, done = daemon.call("POST", "/finetune", job_request("done"))
+        _, done = daemon.call("POST", "/finetune", job_request("org/done"))
         assert list(daemon.events("GET", f"/finetune/{done['id']}/events"))[-1]["state"] == "succeeded"
         _, going = daemon.call("POST", "/finetune", job_request("going") | {"training": {"steps": 3000}})
         (listed,) = (json.loads(line) for line in run("ps", "--json").splitlines())
@@ -69,7 +69,7 @@ def test_a_copy_of_a_running_daemon_goes_on_elsewhere(
         _, found = daemon.call("GET", "/finetune")
         assert {job["id"] for job in found["data"]} == {done["id"], going["id"]}
         assert daemon.call("POST", f"/finetune/{going['id']}/cancel")[0] == 200
-        body = {"prompt": "The", "adapter": "done", "max_tokens": 2}
+        body = {"prompt": "The", "adapter": "org/done", "max_tokens": 2}
         assert daemon.call("POST", "/generate", body)[0] == 200
         assert daemon.call("GET", f"/finetune/{done['id']}")[1]["step"] == STEPS
         os.kill(daemon.process.pid, signal.SIGKILL)

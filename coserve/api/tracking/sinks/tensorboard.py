@@ -11,6 +11,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar, text
 
 from coserve.api.tracking.points import Point, Run, Text
+from coserve.core.names import file_name
 from coserve.core.training.jobs import JobState
 
 
@@ -20,7 +21,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, run: Run, step: int) -> None:
         # TensorBoard reads files in the order of their names, which have the time in seconds, the host, then the step.
-        own = folder / f"{run.name}-{run.id}"
+        own = folder / f"{file_name(run.name)}-{run.id}"
         own.mkdir(exist_ok=True)
         self._writer = EventsWriter(str(own / "events"), filename_suffix=f".{step:09d}.coserve")
         start = SessionLog(status=SessionLog.START)
