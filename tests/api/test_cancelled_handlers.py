@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from coserve.core.link.engine import PrefetchAdapter
 from coserve.core.link.jobs import CancelJob, StartJob
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
@@ -340,5 +341,20 @@ async def test_quotas(api: Api, late: bool) -> None:
             stored = registry.quotas()
         _, listed = await api.call("GET", "/admin/quotas")
         assert listed["data"].keys() == stored.keys()
+
+    await at_every_await(api, late, call, check, every=1)
+
+
+async def test_pins(api: Api, late: bool) -> None:
+    """The engine is told of a pin that is stored."""
+    await bring_in(api, "poet")
+
+    async def call(at: int) -> Call:
+        await api.answered(200, "PATCH", "/adapters/poet", json={"pinned": False})
+        return "PATCH", "/adapters/poet", {"json": {"pinned": True}}
+
+    async def check(at: int, status: int | None) -> None:
+        _, shown = await api.call("GET", "/adapters/poet")
+        assert api.engine.heard(PrefetchAdapter)[-1].pinned == shown["pinned"]
 
     await at_every_await(api, late, call, check, every=1)

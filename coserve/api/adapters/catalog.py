@@ -264,12 +264,16 @@ class AdapterCatalog:
                 registry.set_pinned(record.ref, pinned=request.pinned)
             return record
 
-        record = await self._registry(change)
-        if request.pinned is not None:
-            # Without an engine: the next one is told when it starts.
-            self._engine.offer(PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=request.pinned))
-        if request.ttl is not None and self._expiry is not None:
-            self._expiry.changed()
+        async def apply() -> AdapterRecord:
+            record = await self._registry(change)
+            if request.pinned is not None:
+                # Without an engine: the next one is told when it starts.
+                self._engine.offer(PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=request.pinned))
+            if request.ttl is not None and self._expiry is not None:
+                self._expiry.changed()
+            return record
+
+        record = await self._commits.run(apply())
         return await self.get(name, record.ref.version)
 
     async def prefetch(self, name: str, version: int | None) -> Adapter:
