@@ -99,18 +99,24 @@ class AsyncJobHandle:
         progress. Raises `TimeoutError` after `timeout` seconds and, if `check`, the error that made the job fail
         (`NonFiniteLoss`, `JobOutOfMemory`, ...) or that paused it (`EngineCrashed`).
         """
-        async with asyncio.timeout(timeout):
-            with progress_for(self.info, progress) as bar:
-                async with aclosing(self.events()) as events:
-                    async for event in events:
-                        bar.show(event)
-                        if event.state is JobState.PAUSED and await self._paused_by_error():
-                            break
-                    else:
-                        await self.refresh()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._follow(progress)
+        except TimeoutError:
+            raise TimeoutError(f"job {self.id} had not ended after {timeout} s; it goes on") from None
         if check and self.info.error is not None:
             raise job_error(self.info.error)
         return self.info
+
+    async def _follow(self, progress: bool | None) -> None:
+        with progress_for(self.info, progress) as bar:
+            async with aclosing(self.events()) as events:
+                async for event in events:
+                    bar.show(event)
+                    if event.state is JobState.PAUSED and await self._paused_by_error():
+                        break
+                else:
+                    await self.refresh()
 
     async def _paused_by_error(self) -> bool:
         """Return whether the daemon has paused the job and it is still paused."""

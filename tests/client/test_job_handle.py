@@ -99,7 +99,7 @@ async def test_wait_ends_in_time() -> None:
         yield b""
 
     daemon = Daemon(Response(200, {}, nothing()))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"job job-1 had not ended after 0.01 s; it goes on"):
         await handle(daemon).wait(timeout=0.01)
 
 
