@@ -54,8 +54,9 @@ class SlidingQuantile:
         return self._sorted[count - rank] if count >= rank else None
 
 
-MEMORY = 500
-"""Decay of the samples: after this many newer ones, a sample has 1/e of the weight of a new one."""
+MEMORY, MEMORY_SHARE = 500, 0.25
+"""Decay of the samples: after this many newer ones, or this share of all so far if that is less, a sample has 1/e of
+the weight of a new one. So the first ones, among which no outlier can be told, soon count little."""
 RIDGE = 1e-4
 """Shrinks each coefficient by this fraction, so that none grows without bound where features are collinear."""
 SWEEPS = 2
@@ -82,7 +83,7 @@ class Regression:
     def __init__(self, features: int) -> None:
         self._products = [[0.0] * features for _ in range(features)]
         self._targets = [0.0] * features
-        self._weight, self._growth = 1.0, 1 + 1 / MEMORY
+        self._weight, self._samples = 1.0, 0
         self.coefficients = [0.0] * features
 
     def value(self, x: Sequence[float]) -> float:
@@ -91,7 +92,8 @@ class Regression:
     def add(self, x: Sequence[float], y: float) -> None:
         """Fit a sample: features `x` >= 0, not all 0, and seconds `y` > 0."""
         z = [value / y for value in x]
-        weight = self._weight = self._weight * self._growth
+        self._samples += 1
+        weight = self._weight = self._weight * (1 + 1 / min(MEMORY, 1 + MEMORY_SHARE * self._samples))
         if weight > LARGEST_WEIGHT:
             self._scale(1 / weight)
             weight = 1.0
@@ -153,6 +155,8 @@ class Predictor:
         if learned > 0:
             self._shape.add(features, learned)
         self._samples.append((features, seconds))
+        if len(self._samples) == 3:
+            self._begin_anew()
         if len(self._samples) >= 2:
             ratios = [seconds / self._shape_of(features) for features, seconds in self._samples]
             self._level = min(sorted(ratios)[(len(ratios) - 1) // 2], max(ratios[-2:]))
@@ -170,6 +174,14 @@ class Predictor:
 
     def forget_errors(self) -> None:
         self._risk = Risk(self._attainment)
+
+    def _begin_anew(self) -> None:
+        """Learn the first three samples again, none as less than their median allows: one far too short outweighs all
+        others, as errors are relative."""
+        self._shape, middle = Regression(len(self._samples[0][0])), sorted(seconds for _, seconds in self._samples)[1]
+        for features, seconds in self._samples:
+            if (learned := max(seconds, middle / CLIP)) > 0:
+                self._shape.add(features, learned)
 
     def _shape_of(self, features: Sequence[float]) -> float:
         return self._shape.value(features) or 1.0

@@ -147,14 +147,14 @@ def test_a_slower_device_is_followed_for_all_compositions() -> None:
     assert worst_error(predictor, slower=1.7) < 0.05
 
 
-def test_a_time_far_too_short_does_not_bend_what_is_learned() -> None:
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 100])
+def test_a_time_far_too_short_does_not_bend_what_is_learned(place: int) -> None:
     """Errors are relative, so it would outweigh all others."""
     rng, predictor = random.Random(0), Predictor(2)
-    for _ in range(100):
-        tokens = rng.uniform(10, 100)
-        predictor.add((1.0, tokens), 5e-3 + 1e-4 * tokens)
-    predictor.add((1.0, 100.0), 1e-5)
-    for tokens in (10.0, 50.0, 100.0):
+    for number in range(101):
+        tokens = rng.uniform(10, 1000)
+        predictor.add((1.0, tokens), 1e-5 if number == place else 5e-3 + 1e-4 * tokens)
+    for tokens in (10.0, 100.0, 1000.0):
         found = predictor.predict((1.0, tokens))
         assert found is not None
         assert found.expected == pytest.approx(5e-3 + 1e-4 * tokens, rel=0.05)
