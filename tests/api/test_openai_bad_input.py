@@ -155,6 +155,18 @@ async def test_limits_of_chats_hold_in_every_dialect(api: Api, path: str, body: 
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
+        ("/v1/chat/completions", CHAT | {"stream_options": {"type": "x"}}, "stream_options.type"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
+    ],
+)
+async def test_an_unknown_field_is_named_with_its_path(api: Api, path: str, body: dict[str, Any], field: str) -> None:
+    answer = await api.answered(400, "POST", path, json={"max_tokens": 4} | body)
+    assert answer["error"]["message"].startswith(f"{field}: unknown field")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
         ("/v1/completions", b'{"prompt": 1e999}', "prompt"),
         ("/v1/completions", b'{"prompt": "x", "user": {"a": [1, -1e999]}}', "user.a[1]"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x", "z": 1e999}]}', "messages[0].z"),

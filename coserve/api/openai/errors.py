@@ -68,6 +68,8 @@ def openai_error(error: errors.CoserveError, params: Mapping[str, str] = _PARAMS
         message, code = _too_long(error), "context_length_exceeded"
     unknown = isinstance(error, errors.UnknownField)  # it has the name that the client gave it
     param = info.field if info.field is None or unknown else params.get(info.field, info.field)
+    if unknown and param is not None and param not in message:
+        message = f"{param}: {message}"  # which names the last part of its path alone
     message = str(errors.CoserveError(message, field=param))  # with the field in front, like all messages
     return OpenAIError(error=OpenAIErrorInfo(message=message, type=_type(error), param=param, code=code))
 
