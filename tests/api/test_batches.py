@@ -62,7 +62,8 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(QWEN3), context=1024) as api, api.openai() as client:
         wrong = {"bad": CHAT | {"nonsense": 1}, "streamed": CHAT | {"stream": True}, "other": CHAT | {"model": "who"}}
         wrong["long"] = CHAT | {"stop": ["x"] * 300_000}  # decoded in a helper process
-        many = [line(f"n{i}", CHAT) for i in range(70)] + [line(id, body) for id, body in wrong.items()]
+        many = [line(f"n{i}", CHAT | ({"service_tier": "auto"} if i else {})) for i in range(70)]
+        many += [line(id, body) for id, body in wrong.items()]
         batch = await ended(client, (await begin(client, many)).id)
         assert (batch.status, batch.metadata, batch.endpoint) == ("completed", {"a": "b"}, "/v1/chat/completions")
         counts = batch.request_counts

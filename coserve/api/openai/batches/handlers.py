@@ -109,7 +109,7 @@ def _answer(bodies: BodyReader, kind: type[RequestT], of: Callable[[RequestT], A
         body = await bodies.decode(content, kind, dialect=True)
         if body.stream:
             raise InvalidRequest("expected it left out in a batch", field="stream")
-        if body.slo_class is None and body.service_tier is None:
+        if body.slo_class is None and body.service_tier != "priority":
             body = msgspec.structs.replace(body, slo_class="batch")
         return b"".join(encode_json(await of(body)))
 
