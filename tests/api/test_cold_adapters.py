@@ -128,6 +128,7 @@ def held(api: Api) -> Counter[str]:
     return Counter(found | {"threads": threading.active_count()})
 
 
+@pytest.mark.slow
 async def test_nothing_grows_with_the_number_of_reloads(api: Api) -> None:
     await reload(api, 2 * ADAPTERS)
     before = held(api)

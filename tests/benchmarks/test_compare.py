@@ -32,6 +32,7 @@ SCENARIO = Scenario(
 )
 
 
+@pytest.mark.slow
 def test_policies_and_that_of_the_documents_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_ports, "CONTEXT", fake_ports.CONTEXT)  # so that it is restored
     shown = re.search(r"^```python (\S+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -95,6 +95,7 @@ def test_a_gain_is_that_of_what_both_kept(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_turned_off_is_replaced(tmp_path: Path) -> None:
     run = replace(make(tmp_path, "servers"), case=TINY, without="overlap")
     assert run.name.endswith(".no_overlap")

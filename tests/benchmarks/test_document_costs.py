@@ -21,6 +21,7 @@ OPTIONS = Namespace(
 )
 
 
+@pytest.mark.slow
 async def test_each_arm_alone_reports_its_seconds_and_tokens(tmp_path: Path) -> None:
     """And the requests after which it pays, beside a document that the prefix cache has."""
     put, arms = dict[str, dict[str, object]](), [Learning.of("topk_kd"), Learning.of("prefix=cartridge")]

@@ -82,6 +82,7 @@ def test_the_recovered_share_is_of_the_contexts_gain() -> None:
     assert recovered(rows, "cartridge") is None
 
 
+@pytest.mark.slow
 def test_a_base_that_learned_to_read_is_served(tmp_path: Path) -> None:
     """Its loss falls on documents of other wordings than the benchmark's, and its folder is a base's."""
     own = {form.format(name="", value="") for fact in FACTS for form in (*fact.sentences, *fact.questions)}

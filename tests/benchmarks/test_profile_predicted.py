@@ -52,6 +52,7 @@ def by_kind(report: ProfileReport) -> dict[Kind, Series]:
     return {series.workload.kind: series for series in report.series}
 
 
+@pytest.mark.slow
 def test_the_daemons_passes_grow_with_rows_as_lines_and_longer_rows_cost_the_same_a_token() -> None:
     steps: list[Step] = []
     asked = request(ONE_LAYER, (2, 4, 8), lengths=(16, 64), workloads=make_workloads((8,), full=False))
@@ -133,6 +134,7 @@ def test_shapes_that_depend_on_values_cannot_be_predicted() -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_the_base_does_not_have_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         profile(request(LLAMA, (1,), **changes), quiet)

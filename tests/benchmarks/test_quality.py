@@ -88,6 +88,7 @@ def test_articles_are_documents_of_choices(file: Path) -> None:
     assert len(next(articles(file, 1, 1, seed=3)).questions) == 1
 
 
+@pytest.mark.slow
 async def test_a_base_chooses_among_the_letters(file: Path, tmp_path: Path) -> None:
     """By the letter that it writes, which of the bundled base is none, and by the likeliest one."""
     rows = list[Row]()

@@ -372,6 +372,7 @@ LONG = "--duration 600 --rate 2 --adapters 2 --rank 4 --max-tokens 8 --finetune-
 
 
 @pytest.mark.parametrize("ending", in_turns([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
+@pytest.mark.slow
 async def test_a_run_that_is_ended_cleans_up_and_reports_what_it_has(tmp_path: Path, ending: signal.Signals) -> None:
     async with serve_real(tmp_path / "data") as api:
         url = api.url

@@ -83,6 +83,7 @@ async def test_a_short_document_begins_as_a_whole(api: Api) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.slow
 async def test_notes_propose_to_continue_no_cartridge(api: Api) -> None:
     """Neither of a version that a job replaces nor of one that another job is to publish."""
     assert (await learn(api, "again", "cartridge", steps=1))["state"] == "succeeded"
@@ -117,6 +118,7 @@ async def test_an_encoder_makes_a_cartridge(api: Api) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.slow
 async def test_an_encoder_and_its_decoder_make_one_adapter(api: Api, tmp_path: Path) -> None:
     """PEFT computes what is served from the two halves of its files. It is no teacher and is not trained further."""
     document = SMALL | ASKED | {"recipe": "encoder", "prefix_tokens": TOKENS, "decoder_lora": True}

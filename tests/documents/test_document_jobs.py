@@ -88,6 +88,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("document", in_turns(RECIPES, ["none"], days=2))
+@pytest.mark.slow
 async def test_recipes_and_generators(api: Api, document: dict[str, Any]) -> None:
     if document.get("generator") == "adapter:asker":
         _, made = await api.call(
@@ -107,6 +108,7 @@ async def test_recipes_and_generators(api: Api, document: dict[str, Any]) -> Non
         assert job["document"]["settings"]["generator"] == "adapter:asker@1"
 
 
+@pytest.mark.slow
 async def test_what_has_learned_nothing_is_not_published(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     body = {"adapter": "nothing", "document": SMALL | ASKED | {"publish": "if_learned"}}
     body["training"] = {"steps": 1, "learning_rate": 1e-12}
@@ -127,6 +129,7 @@ async def test_what_has_learned_nothing_is_not_published(api: Api, caplog: pytes
     assert not [text for text in warnings if job["id"] in text]
 
 
+@pytest.mark.slow
 async def test_what_is_no_better_than_another_documents_adapter_is_told_so(api: Api) -> None:
     """It is not published, or with a note; the job's record has what was compared."""
     _, known = await learn(api, "known", steps=12, **ASKED)
@@ -225,6 +228,7 @@ async def test_refusals(api: Api, status: int, code: str, field: str | None, cha
     assert (got, body["error"]["code"], body["error"].get("field")) == (status, code, field), body
 
 
+@pytest.mark.slow
 async def test_the_sdk_and_the_command_line_learn_files(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_step_that_did_not_get_its_last_terms_is_undone(base: Base, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_padded_steps_of_graphs_over_servers_have_the_coupled_tokens(base: Base, tmp_path: Path) -> None:
     """Prompts run without a graph first; then a server is lost in a step of a graph."""
     save_adapters("mixtral", base, tmp_path)

@@ -100,6 +100,7 @@ def test_terms_of_servers_equal_the_coupled_path(
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_first_layers_answer_while_the_last_ones_are_read(tmp_path: Path) -> None:
     """The engine may use an adapter when its first layers are there; a step waits for the others. If these cannot be
     read, the server is lost."""

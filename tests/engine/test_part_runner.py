@@ -102,6 +102,7 @@ def test_the_warm_up_and_the_engine_cache_what_the_setting_says(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("sharding", ["slora", "nfs"])
+@pytest.mark.slow
 def test_fully_sharded_terms_are_trained_as_compiled_layers_do(
     sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

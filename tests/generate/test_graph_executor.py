@@ -141,6 +141,7 @@ def test_slots_follow_the_adapters(base: Base, fused: FusedBase) -> None:
 
 
 @pytest.mark.parametrize(("rank", "suffixes", "captured"), [(4, ("q_proj",), 1), (24, ("",), 6)])
+@pytest.mark.slow
 def test_graphs_that_steps_can_do_without_are_captured_at_a_slower_pace(
     rank: int, suffixes: tuple[str, ...], captured: int
 ) -> None:

@@ -105,6 +105,7 @@ def test_merged_lora_and_pefts_cartridge_are_the_same_model(tmp_path: Path) -> N
     assert float(logprobs[-1].max()) == pytest.approx(want[1][0], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_batch_mixes_all_kinds_of_adapters(tmp_path: Path) -> None:
     """Each request gets what it gets alone, also where preemption makes it begin again and its adapter's pages go to
     others meanwhile, and in steps that are launched ahead of their tokens."""

@@ -111,6 +111,7 @@ def check(base: Base, lora_backend: LoraBackend, fuse: Callable[[Base], FusedBas
     assert small.generator.scheduler.preemptions > 0
 
 
+@pytest.mark.slow
 def test_one_step_at_a_time() -> None:
     check(wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), GROUPED, None)
 

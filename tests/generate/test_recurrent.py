@@ -99,6 +99,7 @@ def test_a_step_that_ran_out_of_memory_halfway_is_computed_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_steps_in_fixed_buffers_give_the_same_tokens() -> None:
     """As CUDA graphs run them, with layers that are traced, but not compiled; the second time from snapshots."""
     family, base, traced = "qwen3_5_text", base_of("qwen3_5_text"), list[str]()

@@ -47,6 +47,7 @@ def whole(base: Base, weights: LoraWeights | None, tokens: tuple[int, ...]) -> l
 
 
 @pytest.mark.parametrize("family", in_turns(FAMILIES, ["gemma3n_text", "deepseek_v3"], days=3))
+@pytest.mark.slow
 def test_tokens_are_those_of_whole_forwards(family: str) -> None:
     """Of the base and of adapters in one batch: prompts longer than a step and the window, pages found in the prefix
     cache, sequences that are preempted, and steps as graphs run them."""

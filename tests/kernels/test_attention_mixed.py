@@ -46,6 +46,7 @@ INTERPRETED = {name: (KINDS[name], torch.float32) for name in ("all", "group_of_
 @pytest.mark.parametrize(
     "case", [*by_day(INTERPRETED, "all"), *on_gpu({name: (kind,) for name, kind in KINDS.items()})]
 )
+@pytest.mark.slow
 def test_one_form_serves_steps_of_any_mix(case: tuple[Kind, torch.dtype]) -> None:
     kind, dtype = case
     first = Case(kind, CHUNKS, dtype, DEVICE)

@@ -67,6 +67,7 @@ except BrokenExecutor:
 """
 
 
+@pytest.mark.slow
 def test_processes_compile_each_specialization_once_and_triton_finds_it(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

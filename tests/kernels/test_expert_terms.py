@@ -55,6 +55,7 @@ def wanted(y_SO: Tensor, x_SD: Tensor, slots_T: Tensor, rows: ExpertRows, pairs:
         (replace(DECODING, rows=16, steps=None, early=False), 200, 72),
     ],
 )
+@pytest.mark.slow
 def test_terms_equal_those_of_each_row(tiling: Tiling, inputs: int, outputs: int) -> None:
     """Pairs of one row and of more than a tile, rows of no adapter, of an empty slot and of another GPU's expert,
     ranks of no whole vector and above a block, inputs that fill no split, rows that are part of wider ones."""
@@ -150,6 +151,7 @@ for slotted in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_compiled_kernels_read_whole_vectors(tmp_path: Path) -> None:
     """For an H200, without one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -20,6 +20,7 @@ WEIGHTS = ((4096, (512, 128, 128)), (2048, (512,)), (4096, (1024, 1024)))
 
 
 @pytest.mark.parametrize(("rows", "quantized"), [(1, False), (16, False), (64, False), (16, True), (64, True)])
+@pytest.mark.slow
 def test_all_kernels_that_are_measured_are_compiled_first(
     rows: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize("family", in_turns([*SHAPES], ["qwen3_5_text"]))
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_gradients_are_those_of_autograd(family: str) -> None:
     """Of rows that share a batch, whatever layers keep."""
     base, layers = compiled(family)

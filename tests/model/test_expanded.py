@@ -135,6 +135,7 @@ def check(base: Base, forward: Forward, expected: list[Tensor], chunks: Counter[
 @pytest.mark.parametrize(
     ("family", "backend"), [("deepseek_v3", GROUPED), ("minicpm3", SEGMENTED), ("minicpm3", NAIVE)], ids=str
 )
+@pytest.mark.slow
 def test_rows_of_mixed_steps_equal_pefts(
     family: str, backend: LoraBackend, tmp_path: Path, chunks: Counter[tuple[int, ...]]
 ) -> None:
@@ -143,6 +144,7 @@ def test_rows_of_mixed_steps_equal_pefts(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.slow
 def test_rows_of_steps_with_slots_equal_pefts(
     compiled: bool, tmp_path: Path, chunks: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +244,7 @@ def test_a_base_says_what_a_token_takes() -> None:
     assert [shape.expanded for shape in base.kv_shapes] == [0, 0]
 
 
+@pytest.mark.slow
 def test_executors_expand(chunks: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a graph; steps of shorter chunks have theirs. Prompts whose log-probabilities are asked for, too."""
     base = wrap_base(tiny_family("minicpm3"), name="minicpm3", eos_token_ids=())

@@ -189,6 +189,7 @@ def test_a_graph_that_is_new_is_made_for_all_layers() -> None:
 
 
 @pytest.mark.parametrize("family", in_turns(["gemma4_text", "gemma3n_text"], ["gemma4_text"], days=2))
+@pytest.mark.slow
 def test_layers_that_read_others_keys_and_values_are_bound(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They get them anew in every step. Layers that others read always run through torch.compile, which hands their
     keys and values on."""

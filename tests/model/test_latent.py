@@ -69,6 +69,7 @@ def test_rows_of_a_mixed_batch_equal_pefts(backend: LoraBackend, tmp_path: Path)
         assert torch.allclose(got[start:end], without[start:end], **CLOSE) == (own == -1)
 
 
+@pytest.mark.slow
 def test_slots_change_the_rows_of_their_adapters(tmp_path: Path) -> None:
     """By steps of any shape, and by graphs of decode and mixed steps."""
     base, adapters, expected = made(tmp_path)

@@ -120,6 +120,7 @@ def plain_gradients(base: Base, folder: Path, weights: LoraWeights, rows: list[i
 
 
 @pytest.mark.parametrize("way", ["grouped", "segmented", "compiled"])
+@pytest.mark.slow
 def test_gradients_are_those_of_the_dequantised_model(base: Base, folder: Path, way: str) -> None:
     """In layer 0, too, which a product without a backward would cut off."""
     optimizer, rows = started(base), [1, 4]

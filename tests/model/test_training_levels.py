@@ -172,6 +172,7 @@ def test_costs_of_a_base_that_refused_a_batch_stay_forgotten() -> None:
     assert layers.costs is None
 
 
+@pytest.mark.slow
 def test_a_cut_that_computes_something_else_is_refused() -> None:
     base = tiny_base("llama")
     later = list[bool]()

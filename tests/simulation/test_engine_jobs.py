@@ -162,6 +162,7 @@ async def start_beside_a_pass(*, frees: bool = True, ends: bool = True) -> Async
 
 
 @pytest.mark.parametrize(("frees", "end"), [(True, jobs.JobSucceeded), (False, jobs.JobFailed)])
+@pytest.mark.slow
 async def test_a_start_that_finds_no_memory_is_tried_again_after_the_pass_that_holds_some(
     frees: bool, end: type[FromEngine]
 ) -> None:

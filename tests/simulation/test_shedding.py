@@ -66,6 +66,7 @@ def test_above_capacity_nobody_is_late_and_the_others_are_told_at_once(ttft: flo
 
 
 @pytest.mark.parametrize("ttft", sample([1.0, 3.0], 1.0))
+@pytest.mark.slow
 def test_whom_others_overtake_who_come_later_is_told_before_its_deadline(ttft: float) -> None:
     firsts, refusals = ends(live(1.5 * CAPACITY, ttft=ttft, count=600, adapters=8))
     assert sum(seconds > ttft for seconds in firsts) <= 0.02 * len(firsts)

@@ -17,6 +17,7 @@ Test = TypeVar("Test", bound=Callable[..., object])
 TURN = int(os.environ["TEST_TURN"])
 """Which cases of those that take turns `make test-all` runs: a number that changes each day."""
 SLOW = (pytest.mark.slow,)
+TODAY = (*SLOW, pytest.mark.today)
 
 
 def examples(most: int, *, fast: int | None = None) -> int:
@@ -37,6 +38,18 @@ def sample(cases: Iterable[Any], *fast: Any) -> list[Any]:
     return _values(cases, lambda key: () if key in fast else SLOW)
 
 
+def leave_for_tomorrow(tests: Iterable[pytest.Item]) -> None:
+    """Mark as long the slow tests of half of the files, by their names: `make test-all` runs them on the next day.
+    Those that take turns of their own stay."""
+    for test in tests:
+        if (
+            test.get_closest_marker("slow")
+            and not test.get_closest_marker("today")
+            and (crc32(test.path.name.encode()) + TURN) % 2
+        ):
+            test.add_marker("long")
+
+
 def in_turns(
     cases: Collection[Any], fast: Collection[Any] = (), *, always: Collection[Any] = (), days: int = 0
 ) -> list[Any]:
@@ -50,7 +63,7 @@ def in_turns(
     def marks(key: Any) -> Sequence[pytest.MarkDecorator]:
         if key in fast:
             return ()
-        return SLOW if key in always or next(turns) % days == 0 else (*SLOW, pytest.mark.long)
+        return TODAY if key in always or next(turns) % days == 0 else (*SLOW, pytest.mark.long)
 
     return _values(cases, marks)
 
@@ -73,7 +86,7 @@ def on_days(turn: int, days: int = 6) -> Callable[[Test], Test]:
 
 def marks_on_days(turn: int, days: int = 6) -> list[pytest.MarkDecorator]:
     """`pytestmark` of a module whose tests are slow and run on one of so many days."""
-    return [pytest.mark.slow, *(() if (TURN + turn) % days == 0 else (pytest.mark.long,))]
+    return [*TODAY] if (TURN + turn) % days == 0 else [*SLOW, pytest.mark.long]
 
 
 def _first_day() -> int:

@@ -108,6 +108,7 @@ def test_heads_of_a_real_size(launched: RecurShape | None) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.slow
 def test_long_runs_are_computed_in_chunks(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the states in their slots and back, beside runs that are computed token by token. Decays by key never are
     in chunks."""
@@ -119,6 +120,7 @@ def test_long_runs_are_computed_in_chunks(case: str, dtype: torch.dtype, monkeyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.slow
 def test_a_prompt_cut_anywhere_leaves_the_same_state(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, whose sums round otherwise than token by token."""
     size = 16 if dtype == torch.float32 else LEAST_SIZE

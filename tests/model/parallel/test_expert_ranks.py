@@ -101,6 +101,7 @@ def serve(mesh: Mesh | None, folder: str, ep: int) -> Served:
 
 @WAYS
 @pytest.mark.parametrize("family", in_turns(FAMILIES, ("gpt_oss",)))
+@pytest.mark.slow
 def test_a_mixed_batch_has_the_logits_of_one_process(two: Ranks, folders: dict[str, str], family: str, ep: int) -> None:
     expected = serve(None, folders[family], 1)
     assert (expected.mixed - expected.plain).abs().max() > 0.1, "an adapter that is left out would not be seen"

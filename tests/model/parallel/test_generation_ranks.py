@@ -50,6 +50,7 @@ def generate(mesh: Mesh | None, folder: str) -> list[tuple[dict[str, list[int]],
 
 @pytest.mark.parametrize("family", in_turns(FAMILIES, FAMILIES[:1]))
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_chunks_and_preemptions_give_the_tokens_of_one_process(two: Ranks, family: str, tmp_path: Path) -> None:
     """With an adapter whose rank both ranks divide among them, and one that each has whole."""
     tiny_family(family, max_position_embeddings=128).save_pretrained(tmp_path)

@@ -184,6 +184,7 @@ def _profile(mesh: Mesh, folder: str) -> tuple[object, bool]:
     return dict(mesh.traffic.bytes), together(mesh)
 
 
+@pytest.mark.slow
 def test_ranks_measure_smaller_batches_where_one_has_no_memory(two: Ranks, base: str) -> None:
     (sent, same), other = two.run(_profile, base)
     assert same
