@@ -6,6 +6,7 @@ SLO attainment and fine-tuning tokens per second are those of the ETS paper (sec
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -49,7 +50,8 @@ class ClassSummary(Group, frozen=True, kw_only=True):
 
 
 class Queue(Wire, frozen=True):
-    """Statistics of the server's gauges over the run; None: it has no such gauge."""
+    """Statistics of the server's gauges over the run, means from the beginning of the arrival window to the end of the
+    last request; None: it has no such gauge."""
 
     waiting_mean: float | None
     waiting_most: float | None
@@ -144,7 +146,8 @@ def summarise(
     slos = run.scenario.slos if slos is None else slos
     limits = metrics.Limits.of(run.scenario) if limits is None else limits
     good = [sample for sample in run.samples if sample.error is None]
-    seconds = _request_seconds(run)
+    first, last = _request_time(run)
+    seconds = max(last - first, SHORTEST)
     tokens = sum(sample.tokens for sample in good)
     counted = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
     trained = metrics.trained_until(run.jobs, run.duration)
@@ -168,7 +171,7 @@ def summarise(
         lag=metrics.spread([sample.sent - sample.due for sample in run.samples]),
         slo_attainment={f"{slo:g}": metrics.ended_within(run.samples, slo) for slo in slos},
         adapters=_adapters(run.samples, limits),
-        queue=_queue(run.snapshots) if run.snapshots else None,
+        queue=_queue(run.snapshots, first, last) if run.snapshots else None,
         jobs=len(run.jobs),
         jobs_succeeded=sum(job.state is JobState.SUCCEEDED for job in run.jobs),
         job_errors=dict(Counter(job.error for job in run.jobs if job.error is not None)),
@@ -183,11 +186,11 @@ def summarise(
     )
 
 
-def _request_seconds(run: ReplayResult) -> float:
-    """Return seconds from the beginning of the arrival window, or an earlier request, to the end of the last
-    request."""
+def _request_time(run: ReplayResult) -> tuple[float, float]:
+    """Return the beginning of the arrival window, or of an earlier request, and the end of the last request; infinite
+    without one."""
     begin = min([run.scenario.window[0], *(sample.due for sample in run.samples)])
-    return max([SHORTEST, *(sample.finished - begin for sample in run.samples)])
+    return begin, max((sample.finished for sample in run.samples), default=math.inf)
 
 
 def _values(samples: Sequence[Sample], of: Callable[[Sample], float | None]) -> list[float]:
@@ -237,17 +240,27 @@ def _first_messages(samples: Iterable[Sample | JobSample]) -> dict[str, str]:
     return found
 
 
-def _queue(snapshots: Sequence[Snapshot]) -> Queue:
-    waiting = [each.waiting for each in snapshots if each.waiting is not None]
-    running = [each.running for each in snapshots if each.running is not None]
+def _queue(snapshots: Sequence[Snapshot], first: float, last: float) -> Queue:
+    """`first`, `last`: see `_request_time`."""
+    waiting_mean, waiting_most = _gauge([(each.at, each.waiting) for each in snapshots], first, last)
+    running_mean, running_most = _gauge([(each.at, each.running) for each in snapshots], first, last)
     memory: dict[str, float] = {}
     for each in snapshots:
         memory |= {name: max(value, memory.get(name, value)) for name, value in each.memory.items()}
     return Queue(
-        waiting_mean=sum(waiting) / len(waiting) if waiting else None,
-        waiting_most=max(waiting, default=None),
-        running_mean=sum(running) / len(running) if running else None,
-        running_most=max(running, default=None),
+        waiting_mean=waiting_mean,
+        waiting_most=waiting_most,
+        running_mean=running_mean,
+        running_most=running_most,
         cache_most=max((each.cache for each in snapshots if each.cache is not None), default=None),
         memory_most=memory,
     )
+
+
+def _gauge(
+    values: Iterable[tuple[float, float | None]], first: float, last: float
+) -> tuple[float | None, float | None]:
+    """Return the mean between two times, and the maximum at all times."""
+    found = [(at, value) for at, value in values if value is not None]
+    between = [value for at, value in found if first <= at <= last]
+    return sum(between) / len(between) if between else None, max((value for _, value in found), default=None)

@@ -238,3 +238,17 @@ def test_gauges_of_a_run() -> None:
         memory_most={"peak": 7.0},
     )
     assert summarise(run([], [])).queue is None
+
+
+def test_means_of_gauges_count_neither_the_lead_nor_the_wait_for_jobs() -> None:
+    snapshots = [Snapshot(at=float(at), waiting=4.0 * (10 <= at <= 19), running=9.0 * (at == 40)) for at in range(50)]
+    result = ReplayResult(
+        scenario=Scenario(lead=10.0, duration=5.0),
+        duration=50.0,
+        samples=(sample(19.0, due=10.0),),
+        jobs=(),
+        snapshots=tuple(snapshots),
+    )
+    queue = summarise(result).queue
+    assert queue is not None
+    assert (queue.waiting_mean, queue.waiting_most, queue.running_mean, queue.running_most) == (4.0, 4.0, 0.0, 9.0)
