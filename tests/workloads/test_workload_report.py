@@ -102,6 +102,7 @@ def test_files_of_a_run(tmp_path: Path, run: ReplayResult) -> None:
     assert [path.name for path in paths] == ["report.json", "report.png", "report.html"]
     assert msgspec.json.decode(paths[0].read_bytes(), type=Report) == Report(summary=summary, run=run)
     assert paths[1].read_bytes().startswith(b"\x89PNG")
+    assert "was interrupted" not in paths[2].read_text()
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,7 @@ def test_the_page_asks_for_nothing_else(tmp_path: Path) -> None:
     run = msgspec.structs.replace(
         both(),
         scenario=Scenario(preset="ets-5.1", trace_model="<script src=//evil>", slo_ttft=1.0),
+        interrupted=True,
         snapshots=(Snapshot(at=0.0, waiting=1.0, running=2.0, cache=0.1, memory={"peak": 2.0**30}), Snapshot(at=1.0)),
     )
     *_, html = write_report(tmp_path, run, summarise(run), "vLLM <1>")
@@ -149,7 +151,7 @@ def test_the_page_asks_for_nothing_else(tmp_path: Path) -> None:
     assert "default-src 'none'" in content and "url(" not in content and "@import" not in content
     for shown in (
         *("vLLM <1>", "TTFT  time to first token", "19 of 20", "queue_full", "<script src=//evil>", "ets-5.1"),
-        *("1.00 GiB", "Classes", "9/10", "Failures", "first message", "[/b] full"),
+        *("1.00 GiB", "Classes", "9/10", "Failures", "first message", "[/b] full", "was interrupted"),
     ):
         assert shown in page.text
 

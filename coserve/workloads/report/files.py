@@ -75,6 +75,7 @@ def page(run: ReplayResult, server: str, shown: Tables, picture: bytes) -> str:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     return template.render(
         server=server,
+        interrupted=run.interrupted,
         tables={title: rows for title, rows in shown.items() if rows},
         picture=base64.b64encode(picture).decode(),
         settings=_changed(run.scenario),
