@@ -10,7 +10,7 @@ import pytest
 
 from coserve.api.sessions import handlers
 from coserve.client import AsyncClient
-from coserve.core.errors import InvalidRequest, NotFound
+from coserve.core.errors import InvalidRequest, NotFound, SessionEnded
 from coserve.data.corpus.batch import examples_out
 from tests.support.api_server import Api, attempt, leap
 from tests.support.cutting import Cutter
@@ -150,6 +150,21 @@ async def test_the_sdks_session_samples_and_learns_in_turn(tmp_path: Path) -> No
         async with await client.training_session(state=state) as again:
             assert again.info.rank == 4
             assert (await again.forward([example], "importance_sampling")).loss == pytest.approx(learned.loss, rel=1e-5)
+
+
+async def test_a_session_that_is_closed_while_it_reads_a_state_ends(tmp_path: Path) -> None:
+    async with serve_real(tmp_path) as api:
+        path = await opened(api)
+        await api.answered(200, "POST", f"{path}/save", json={"name": "kept"})
+        session = api.service.sessions.find(path.removeprefix("/sessions/"))
+        assert session is not None
+        load = api.service.sessions.load(session, (session.spec.id, "kept"), with_optimizer=True)
+        loading = asyncio.create_task(load)
+        await asyncio.sleep(0)
+        api.service.sessions.close(session)
+        async with asyncio.timeout(60):
+            with pytest.raises(SessionEnded, match="was closed"):
+                await loading
 
 
 async def test_an_adapter_is_published_whole_or_not_at_all_whenever_its_client_leaves(tmp_path: Path) -> None:

@@ -183,13 +183,15 @@ class TrainingSessions:
 
     async def load(self, session: ClientSession, state: tuple[str, str], *, with_optimizer: bool) -> None:
         """Replace weights and moments by a saved state's, after the session's earlier calls. Raises `NotFound`,
-        `InvalidRequest` for a state of another shape."""
+        `InvalidRequest` for a state of another shape, `SessionEnded`."""
         async with session.order:
             saved = await asyncio.to_thread(read_state, self._folder, *state)
             if (saved.lora.r, saved.lora.targets) != (session.spec.lora.r, session.spec.lora.targets):
                 raise errors.InvalidRequest("expected a state with the session's rank and targets", field="path")
             await session.opened
             await session.idle()
+            if session.ended is not None:
+                raise session.ended
             loop = asyncio.get_running_loop()
             session.cancelled, session.opened = loop.create_future(), loop.create_future()
             self._engine.send(jobs.CancelJob(id=session.spec.id))
