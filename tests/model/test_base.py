@@ -22,6 +22,7 @@ from coserve.model.load import load_base
 from coserve.model.wrappers import drop_other_parts
 from tests.support.examples import sample
 from tests.support.families import tiny_family
+from tests.support.host_waits import copies_from_the_host
 from tests.support.lora_reference import alone, packed, tokens_of
 from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
 
@@ -136,6 +137,12 @@ def test_attention_sinks_are_handed_on() -> None:
     got = packed(wrap_base(model, name="tiny"), sequences)
     for mine, want in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_config_that_asks_for_the_routers_loss_serves_without_it() -> None:
+    """As many that were fine-tuned with it keep. Its counts of tokens would keep steps out of CUDA graphs."""
+    base = wrap_base(tiny_family("mixtral", output_router_logits=True), name="tiny")
+    assert copies_from_the_host(base) == []
 
 
 @pytest.mark.parametrize(
