@@ -87,5 +87,5 @@ def duration(seconds: float) -> str:
     """Return a time as OpenAI's headers have it: `12ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(1000 * seconds)}ms"
-    minutes, rest = divmod(seconds, MINUTE)
+    minutes, rest = divmod(seconds if seconds < MINUTE else round(seconds), MINUTE)
     return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:.1f}s"
