@@ -126,9 +126,21 @@ def trained_until(jobs: Sequence[JobSample], time: float) -> int:
 
 
 def peak_speed(jobs: Sequence[JobSample], lead: float) -> float | None:
-    """Return fine-tuning tokens per second without requests: before the arrival window, in the second half of `lead`,
-    between the first and the last step reported there. None with fewer than three steps."""
-    steps = sorted(step for job in jobs for step in job.trained if lead / 2 <= step[0] <= lead)
-    if len(steps) < 3 or steps[-1][0] <= steps[0][0]:
+    """Return fine-tuning tokens per second without requests: from the first step reported in the second half of `lead`
+    to the end of `lead`, or to the last step if that is earlier. None with fewer than three steps there.
+
+    A step's tokens are spread over the time since the job's previous one (before the first: since a time as long as the
+    second took), since jobs that train side by side report their steps together.
+    """
+    inside = [at for job in jobs for at, _ in job.trained if lead / 2 <= at <= lead]
+    if len(inside) < 3:
         return None
-    return sum(tokens for _, tokens in steps[1:]) / (steps[-1][0] - steps[0][0])
+    begin, end = min(inside), min(lead, max(at for job in jobs for at, _ in job.trained))
+    tokens = 0.0
+    for job in jobs:
+        times = [at for at, _ in job.trained]
+        starts = [2 * times[0] - times[1], *times] if len(times) > 1 else times
+        for start, (at, own) in zip(starts, job.trained, strict=False):
+            overlap = max(0.0, min(at, end) - max(start, begin))
+            tokens += own * (overlap / (at - start) if at > start else begin < at <= end)
+    return tokens / (end - begin) if end > begin else None

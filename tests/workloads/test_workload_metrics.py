@@ -217,6 +217,22 @@ def test_the_peak_is_the_speed_before_the_window() -> None:
     assert summarise(run([], [job(*steady)])).finetune_peak is None
 
 
+@pytest.mark.parametrize("apart", [0.001, 2.5])
+@pytest.mark.parametrize("period", [1.0, 4.0, 16.0])
+def test_the_peak_is_that_of_jobs_side_by_side(period: float, apart: float) -> None:
+    """Four jobs, which report their steps one soon after the other, or in turn: 40 tokens a second in all."""
+    apart = min(apart, period / 4)
+    jobs = [job(*((i * period + n * apart, round(10 * period)) for i in range(1, 50))) for n in range(4)]
+    found = ReplayResult(scenario=Scenario(lead=40.0), duration=100.0, samples=(), jobs=tuple(jobs))
+    assert summarise(found).finetune_peak == pytest.approx(40, rel=0.01)
+
+
+def test_the_peak_of_jobs_of_one_step_counts_them_whole() -> None:
+    jobs = [job((float(at), 300)) for at in range(1, 30)]
+    found = ReplayResult(scenario=Scenario(lead=20.0), duration=100.0, samples=(), jobs=tuple(jobs))
+    assert summarise(found).finetune_peak == pytest.approx(300)
+
+
 def test_satisfaction_falls_to_nothing_at_the_limit() -> None:
     answers = [sample(1.0), sample(4.0), sample(7.0), sample(9.0), sample(error="timeout")]
     assert [satisfaction(answer, 6.0) for answer in answers] == [1.0, 0.75, 0.0, 0.0, 0.0]
