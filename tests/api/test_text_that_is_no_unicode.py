@@ -52,7 +52,8 @@ async def test_in_a_body(api: Api) -> None:
     for path, body in BODIES.values():
         for content in (json.dumps(body).encode(), json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")):
             async with api.http.post(path, data=content, headers={"Content-Type": "application/json"}) as response:
-                assert 400 <= response.status < 500, (path, body, await response.text())
+                text = await response.text()
+                assert 400 <= response.status < 500 and "too early" not in text, (path, body, text)
     await api.works()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from coserve.core.validation import MAX_FIELD, explain
 from coserve.state.durable import disk_errors
 
 T = TypeVar("T")
+_HALF = re.compile(rb"\\u[dD][89abAB]..[^\\]{0,5}\Z")
+"""Half of a surrogate pair so near the end that msgspec takes the JSON for truncated."""
 
 
 def decode_json(content: bytes, type: type[T]) -> T:
@@ -79,7 +82,7 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
         take_other_names(value, fields_of(type))
         raise explain(error, value, type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedJson(f"the body is not JSON: {_why(error)}") from None
+        raise MalformedJson(f"the body is not JSON: {_why(error, content)}") from None
     except RecursionError:
         raise MalformedJson("the body is nested too deeply") from None
 
@@ -128,11 +131,13 @@ def _infinite(content: bytes) -> str | None:
     return None
 
 
-def _why(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
+def _why(error: msgspec.DecodeError | UnicodeDecodeError, content: bytes) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8"
     text = str(error).removeprefix("JSON is ")
-    return "it ends too early" if text == "Input data was truncated" else text
+    if text != "Input data was truncated":
+        return text
+    return "half of a surrogate pair" if _HALF.search(content) else "it ends too early"
 
 
 def ref_from_path(text: str) -> tuple[str, int | None]:
