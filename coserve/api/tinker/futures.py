@@ -34,7 +34,7 @@ class Futures:
     """All requests that were accepted."""
 
     def __init__(self, most_bytes: int = MAX_KEPT_BYTES) -> None:
-        self._tasks: dict[str, asyncio.Task[Result]] = {}
+        self._tasks: dict[str, asyncio.Task[Result | CoserveError]] = {}
         self._most_bytes, self._bytes = most_bytes, 0
         self._sizes: dict[str, int] = {}
         """Size in bytes of each protobuf result that is kept, oldest first; `_bytes` is their sum. Other results are
@@ -49,13 +49,14 @@ class Futures:
     def start(self, id: str, work: Coroutine[Any, Any, Result]) -> None:
         """Begin a request. Its id must be new."""
         assert id not in self._tasks, f"request {id} came twice"
-        task = self._tasks[id] = asyncio.create_task(work)
+        task = self._tasks[id] = asyncio.create_task(_settled(work))
         self._projects[id] = principal().project
         task.add_done_callback(lambda task: self._ended(id, task))
+        task.add_done_callback(lambda _: work.close())  # it may not have begun
         while len(self._tasks) > MAX_KEPT:
             self._forget(next(iter(self._tasks)))
 
-    def _ended(self, id: str, task: asyncio.Task[Result]) -> None:
+    def _ended(self, id: str, task: asyncio.Task[Result | CoserveError]) -> None:
         if task.cancelled() or task.exception() is not None or self._tasks.get(id) is not task:
             return
         if isinstance(result := task.result(), bytes):
@@ -77,10 +78,12 @@ class Futures:
         asyncio.get_running_loop().call_later(KEPT, self._forget, id)
         if task.cancelled():
             raise SessionEnded(f"request {id!r} was cancelled")
-        if (error := task.exception()) is not None and not isinstance(error, CoserveError):
+        if (error := task.exception()) is not None:
             log.error("request %s failed", id, exc_info=error)
             raise InternalError("internal error")
-        return task.result()
+        if isinstance(result := task.result(), CoserveError):
+            raise result
+        return result
 
     def cancel(self, id: str) -> None:
         if id in self:
@@ -94,6 +97,15 @@ class Futures:
 
     async def close(self) -> None:
         await cancel_all(self._tasks.values())
+
+
+async def _settled(work: Coroutine[Any, Any, Result]) -> Result | CoserveError:
+    """Return the result, or the error without its traceback, whose frames would hold the request as long as it."""
+    try:
+        return await work
+    except CoserveError as error:
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return error
 
 
 class Order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from coserve.api.tinker.futures import Futures
-from coserve.core.errors import SessionEnded
+from coserve.core.errors import InvalidRequest, SessionEnded
 from tests.support.api_server import Api
 from tests.support.real_server import serve_real
 
@@ -135,3 +136,28 @@ async def test_results_that_nobody_retrieves_are_bounded_by_their_bytes() -> Non
     assert ["r2" in futures, "r3" in futures, "r4" in futures] == [False, True, True]
     assert await futures.retrieve("r4") == bytes(70)
     await futures.close()
+
+
+async def test_an_error_that_nobody_retrieves_does_not_hold_its_request() -> None:
+    class Body:
+        pass
+
+    async def refused(body: Body) -> bytes:
+        try:
+            raise KeyError("x")
+        except KeyError as error:
+            raise InvalidRequest("expected y") from error
+
+    futures, body = Futures(), Body()
+    held = weakref.ref(body)
+    futures.start("r", refused(body))
+    del body
+    await asyncio.sleep(0)  # refused
+    await asyncio.sleep(0)  # noticed
+    assert held() is None
+    with pytest.raises(InvalidRequest, match="expected y"):
+        await futures.retrieve("r")
+    futures.start("not begun", refused(Body()))
+    futures.cancel("not begun")
+    with pytest.raises(SessionEnded, match="was cancelled"):
+        await futures.retrieve("not begun")
