@@ -65,6 +65,8 @@ SERVED = [
     *("olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2"),
     *("qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3"),
     *("smolvlm", "solar_open", "starcoder2", "vaultgemma", "youtu"),
+    *("glm46v", "glm_ocr", "got_ocr2", "hunyuan_vl", "idefics2", "lighton_ocr", "llava_next_video", "ovis2"),
+    *("ernie4_5_vl_moe", "paddleocr_vl"),
 ]
 
 _DELTA: dict[str, object] = {
@@ -186,9 +188,27 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "axk1": _LATENT,
     "aya_vision": {"text_config": {"model_type": "cohere2"}},
     "cohere2_vision": {"text_config": {"model_type": "cohere2"}},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "model_type": "ernie4_5_vl_moe_text",
+            "rope_parameters": _MROPE,
+            "moe_intermediate_size": [16, 16],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+        }
+    },
     "exaone4_5": {"text_config": {"model_type": "exaone4"}},
     "gemma4_unified": {"text_config": {"model_type": "gemma4_unified_text", "global_head_dim": 16}},
     "gemma4_unified_text": {"global_head_dim": 16},
+    "glm46v": {"text_config": {"model_type": "glm4v_text", "rope_parameters": _HALF_MROPE}},
+    "glm_ocr": {"text_config": {"model_type": "glm_ocr_text", "rope_parameters": _MROPE}},
+    "got_ocr2": {"text_config": {"model_type": "qwen2"}},
+    "hunyuan_vl": {"text_config": {"model_type": "hunyuan_vl_text", "rope_parameters": _MROPE}},
+    "idefics2": {"text_config": {"model_type": "mistral"}},
+    "lighton_ocr": {"text_config": {"model_type": "qwen3"}},
+    "llava_next_video": {"text_config": {"model_type": "llama"}},
+    "ovis2": {"text_config": {"model_type": "qwen2"}},
+    "paddleocr_vl": {"text_config": {"model_type": "paddleocr_vl_text", "rope_parameters": _MROPE}},
     "glm4v": {"text_config": {"model_type": "glm4v_text", "rope_parameters": _HALF_MROPE}},
     "glm4v_moe": {"text_config": {"model_type": "glm4v_moe_text", "rope_parameters": _HALF_MROPE}},
     "idefics3": {"text_config": {"model_type": "llama"}},
