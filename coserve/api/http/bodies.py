@@ -82,7 +82,8 @@ class BodyReader:
         end."""
         if len(body) <= SMALL_BODY:
             return decoded(bytes(body), decoder, dialect=dialect)
-        return cast("T", unpack(await self._helpers.run(decode_body, bytes(body), name_of(decoder), dialect)))
+        packed = await self._helpers.run(decode_body, cast("bytes", body), name_of(decoder), dialect)  # without a copy
+        return cast("T", unpack(packed))
 
     @asynccontextmanager
     async def corpus(self, request: web.Request, staging: Path) -> AsyncIterator[tuple[FinetuneRequest, Path | None]]:
@@ -96,7 +97,7 @@ class BodyReader:
                         settings = decode_json(bytes(body), FinetuneRequest)
                     else:
                         file = staging / f"rows-{secrets.token_hex(8)}"
-                        settings = await self._helpers.run(decode_corpus, bytes(body), str(file))
+                        settings = await self._helpers.run(decode_corpus, cast("bytes", body), str(file))
                 except (errors.InvalidRequest, errors.MalformedJson, errors.UnknownField) as error:
                     if error.field != "adapter" and b'"adapter"' not in body:  # it looks like a file of rows
                         error.message += f"; {SEND_FILE}"

@@ -46,8 +46,8 @@ def decode_body(context: TaskContext, body: bytes, decoder: str, dialect: bool) 
 
 def unpack(result: bytes) -> object:
     """The value in a result of `decode_body`."""
-    name, _, packed = result.partition(b"\n")
-    value: object = msgspec.msgpack.decode(packed, type=find(name.decode()))
+    end = result.index(b"\n")
+    value: object = msgspec.msgpack.decode(memoryview(result)[end + 1 :], type=find(result[:end].decode()))
     return error_of(value) if isinstance(value, Failure) else value
 
 

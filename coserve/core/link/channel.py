@@ -29,6 +29,8 @@ READ_AHEAD = 1 << 20
 """Bytes that an `AsyncChannel` buffers before it stops to read from the socket."""
 TURN_BYTES = 1 << 16
 """Bytes of messages that an `AsyncChannel` receives before it yields to the event loop."""
+PIECE = 1 << 18
+"""Bytes that `AsyncChannel.send_bytes` copies at once."""
 
 
 def frame(encoder: msgspec.msgpack.Encoder, message: object) -> bytes:
@@ -88,6 +90,13 @@ class Channel(Generic[OutT, InT]):
         except OSError as error:
             raise PeerLost from error
 
+    def receive_bytes(self, size: int) -> bytes:
+        """Receive what `AsyncChannel.send_bytes` sent. Raises `PeerLost`."""
+        try:
+            return self._exactly(size)
+        except OSError as error:
+            raise PeerLost from error
+
     def close(self) -> None:
         """Close the channel; call it on the receiving thread."""
         self._reader.close()
@@ -128,6 +137,15 @@ class AsyncChannel(Generic[OutT, InT]):
 
     def send(self, message: OutT) -> None:
         self._writer.write(frame(self._encoder, message))
+
+    async def send_bytes(self, data: bytes) -> None:
+        """Send many bytes between two messages, as fast as the peer reads, so that copies of all of them at once do not
+        hold the event loop. Until they are sent, nothing else may be. As with `send`, a lost peer is seen by
+        `receive`."""
+        with contextlib.suppress(ConnectionError):
+            for first in range(0, len(data), PIECE):
+                self._writer.write(data[first : first + PIECE])
+                await self._writer.drain()
 
     def send_all(self, messages: Sequence[OutT]) -> None:
         if messages:

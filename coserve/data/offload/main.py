@@ -56,15 +56,15 @@ def _peak_memory() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def _run(context: TaskContext, call: Call) -> Reply:
-    task: Task = find(call.task)
+def _run(context: TaskContext, name: str, arguments: bytes) -> Reply:
+    task: Task = find(name)
     try:
-        given = msgspec.msgpack.decode(call.arguments, type=arguments_of(task))
+        given = msgspec.msgpack.decode(arguments, type=arguments_of(task))
         result = msgspec.msgpack.encode(task(context, **msgspec.structs.asdict(given)))
     except CoserveError as error:
         return Reply(failure=failure_of(error), memory=_peak_memory())
     except Exception:  # our own fault in one call: the process takes the next one
-        log.exception("task %s failed", call.task)
+        log.exception("task %s failed", name)
         return Reply(failure=failure_of(InternalError("internal error")), memory=_peak_memory())
     return Reply(memory=_peak_memory(), result=result)
 
@@ -76,13 +76,15 @@ def main() -> None:
     channel = Channel[Reply, Call](socket.socket(fileno=int(sys.argv[1])), msgspec.msgpack.Decoder(Call))
     replies = _Replies(channel)
     with contextlib.suppress(PeerLost):
-        context = TaskContext(Tokenizer.from_state(channel.receive().arguments, sandbox.limits), replies.progress)
+        setup = channel.receive_bytes(channel.receive().size)
+        context = TaskContext(Tokenizer.from_state(setup, sandbox.limits), replies.progress)
         while True:
             call = channel.receive()
+            arguments = channel.receive_bytes(call.size)
             replies.heartbeat = call.heartbeat
             replies.send(Reply(working=True))  # from here on, another process must not run the task
-            replies.send(_run(context, call))
-            del call
+            replies.send(_run(context, call.task, arguments))
+            del arguments
 
 
 if __name__ == "__main__":

@@ -45,12 +45,14 @@ class HelperProcess(WorkerProcess[Call, Reply]):
     """One helper process. It handles one call at a time."""
 
     memory = 0
+    _setup: bytes | None = None
+    """What is to be sent before the first call."""
 
     @classmethod
     async def begin(cls, setup: bytes, log: LogSettings) -> HelperProcess:
         """Start a process. `setup`: the tokenizer's state."""
         process = await cls.start("coserve.data.offload.main", REPLIES, log.level, log.format, environment=ONE_THREAD)
-        process.channel.send(Call("", setup, 0.0))
+        process._setup = setup
         return process
 
     async def call(self, task: str, arguments: bytes, silence: float) -> bytes:
@@ -59,8 +61,12 @@ class HelperProcess(WorkerProcess[Call, Reply]):
         Raises what the task raised, `TimeoutError` for a stuck process, `PeerLost` for one that died during the task,
         `NotBegun` for one that died before it.
         """
-        self.channel.send(Call(task, arguments, silence / HEARTBEATS))
         try:
+            async with asyncio.timeout(silence):
+                if self._setup is not None:
+                    setup, self._setup = self._setup, None
+                    await self._send("", setup, 0.0)
+                await self._send(task, arguments, silence / HEARTBEATS)
             reply = await self.receive(silence)  # the first reply says that the task begins
         except PeerLost as error:
             raise NotBegun from error
@@ -70,6 +76,10 @@ class HelperProcess(WorkerProcess[Call, Reply]):
         if reply.failure is not None:
             raise error_of(reply.failure)
         return reply.result
+
+    async def _send(self, task: str, arguments: bytes, heartbeat: float) -> None:
+        self.channel.send(Call(task, len(arguments), heartbeat))
+        await self.channel.send_bytes(arguments)
 
 
 class HelperPool:

@@ -49,10 +49,11 @@ def result_of(task: Task) -> Any:  # noqa: ANN401 - any type
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Run a task. `arguments`: its `arguments_of`, or in the first call, which has no task, the tokenizer's state."""
+    """Run a task. As many bytes as `size` follow: its `arguments_of`, or after the first call, which has no task, the
+    tokenizer's state."""
 
     task: str
-    arguments: bytes
+    size: int
     heartbeat: float
     """Seconds between two heartbeats."""
 

@@ -149,6 +149,14 @@ async def test_a_process_that_stops_within_its_answer_is_stuck_too(pool: HelperP
     assert not lives(first)
 
 
+async def test_a_process_that_does_not_read_what_is_sent_is_stuck_too(pool: HelperPool) -> None:
+    os.kill(first := await helper_pid(pool), signal.SIGSTOP)
+    pool.silence = 0.1
+    with pytest.raises(InvalidRequest):
+        await pool.run(tasks.echo, bytes(8 << 20))
+    assert not lives(first)
+
+
 async def test_a_process_that_dies_while_it_starts_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is gone before it has read its set-up."""
     pool = HelperPool(lambda: bytes(64 << 20), 1)
