@@ -46,7 +46,7 @@ class HelperProcess(WorkerProcess[Call, Reply]):
 
     memory = 0
     _setup: bytes | None = None
-    """What is to be sent before the first call."""
+    """The tokenizer's state, until it is sent."""
 
     @classmethod
     async def begin(cls, setup: bytes, log: LogSettings) -> HelperProcess:
