@@ -20,7 +20,7 @@ from coserve.cli.bench.progress import BenchProgress
 from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
 from coserve.core.errors import MalformedRow
 from coserve.workloads.bundled import bundled_prompts
-from coserve.workloads.replay import ReplayResult, Rest
+from coserve.workloads.replay import JobUpdate, ReplayResult, Rest
 from coserve.workloads.report import files
 from coserve.workloads.report.files import Report
 from coserve.workloads.scenario import Scenario
@@ -116,6 +116,11 @@ def test_the_line_says_what_was_sent_and_what_is_left() -> None:
     assert progress.line() == "requests: 3 of 40 sent, 2 answered; fine-tuned 4,321 tokens; 6 s left"
     now[0], progress.failed = 111.0, 1
     assert "1 failed" in progress.line() and "waiting for the last" in progress.line()
+    for i in range(4):  # jobs that train side by side
+        now[0] = 112.0 + i / 1000
+        progress.moved(JobUpdate(tokens=100))
+    now[0] = 114.0
+    assert "fine-tuned 4,721 tokens, lately 150/s" in progress.line()
 
 
 # ---- the same trace for any server

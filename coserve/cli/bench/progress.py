@@ -74,7 +74,8 @@ class BenchProgress:
         return f", TTFT lately {duration_text(statistics.median(self._first))}{within}"
 
     def _speed(self) -> str:
-        seconds = self._steps[-1][0] - self._steps[0][0] if len(self._steps) > 2 else 0.0
+        # to now: jobs side by side report together, so the last step may come a moment after the first
+        seconds = self._clock() - self._steps[0][0] if len(self._steps) > 2 else 0.0
         if not seconds:
             return ""
         return f", lately {sum(tokens for _, tokens in list(self._steps)[1:]) / seconds:,.0f}/s"
