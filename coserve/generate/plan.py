@@ -65,7 +65,7 @@ class Ran(NamedTuple):
     """Combined shape of the collected steps; None: none was collected."""
 
 
-class Room:
+class BudgetLeft:
     """Remaining budget of a step: tokens, and among them tokens of prompts that are scored."""
 
     def __init__(self, tokens: int, scored: int) -> None:

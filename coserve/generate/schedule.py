@@ -17,7 +17,7 @@ from coserve.core.link.generation import RequestFailed, Tokens
 from coserve.generate.active import LOADED_BYTES, ActiveRequests
 from coserve.generate.line import Line
 from coserve.generate.output_lengths import OutputLengths
-from coserve.generate.plan import Plan, Room, Scheduled, StepBudget, step_shape
+from coserve.generate.plan import BudgetLeft, Plan, Scheduled, StepBudget, step_shape
 from coserve.generate.sources import AdapterSource, PageSource
 from coserve.memory.state_pool import StateSlots
 from coserve.queues.deadlines import Deadlines
@@ -258,12 +258,12 @@ class Scheduler:
             waiting = self.queue.waiting(self.headroom, batch_headroom)
             pending = [(request, request.pending) for request in active]
             scheduled = [Scheduled(request, 1) for request, tokens in pending if tokens == 1]
-            left = self.budget.tokens - len(scheduled)
-            room = Room(left, min(left, self._scored_tokens))
-            scheduled += room.fill([request for request, tokens in pending if tokens > 1])
-            in_line = [*scheduled, *room.fill(self._line, in_order=True)]
+            tokens = self.budget.tokens - len(scheduled)
+            left = BudgetLeft(tokens, min(tokens, self._scored_tokens))
+            scheduled += left.fill([request for request, tokens in pending if tokens > 1])
+            in_line = [*scheduled, *left.fill(self._line, in_order=True)]
             nobody = step_shape(in_line, self._adapters.size)
-            with_new = [*in_line, *room.fill(waiting, in_order=True)]
+            with_new = [*in_line, *left.fill(waiting, in_order=True)]
             self._plan = Plan(
                 scheduled=scheduled,
                 waiting=waiting,
@@ -292,10 +292,10 @@ class Scheduler:
         scheduled = [item for item in plan.scheduled if self._grow(item.request)]
         if self._line and self.preemptions == before:
             decodes = sum(item.request.pending == 1 for item in scheduled)
-            room = Room(self.budget.tokens, min(self.budget.tokens - decodes, self._scored_tokens))
+            left = BudgetLeft(self.budget.tokens, min(self.budget.tokens - decodes, self._scored_tokens))
             for item in scheduled:
-                self.active.writes(room.take(item))
-            scheduled += self._admit(room, now)
+                self.active.writes(left.take(item))
+            scheduled += self._admit(left, now)
         self.active.keeps_states(scheduled)
         if self._line and self.active.lacks_pages:
             self._few = FEW
@@ -345,14 +345,14 @@ class Scheduler:
         self._line.add(request)
         self._plan = None
 
-    def _admit(self, room: Room, now: float) -> list[Scheduled]:
+    def _admit(self, left: BudgetLeft, now: float) -> list[Scheduled]:
         """Activate requests that wait for pages, in the line's order, while there are places, tokens and pages."""
         scheduled = list[Scheduled]()
         for request in self._line.in_turn(now):
-            if len(self.active) >= min(self._max_active, self.budget.tokens) or room.for_prompt(request) <= 0:
+            if len(self.active) >= min(self._max_active, self.budget.tokens) or left.for_prompt(request) <= 0:
                 break
             if self.active.enter(request):
                 self._line.remove(request)
-                scheduled.append(room.take(Scheduled(request, room.for_prompt(request))))
+                scheduled.append(left.take(Scheduled(request, left.for_prompt(request))))
                 self.active.writes(scheduled[-1])
         return scheduled

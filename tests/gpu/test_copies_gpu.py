@@ -25,7 +25,7 @@ def adapter(value: float) -> LoraWeights:
         HostMemory(0, for_kernels=True),
         packed(LoraWeights(LoraSettings(r=16), {"site": pair}), for_kernels=True),
     )
-    return memory.copy(weights, memory.room(packed_bytes(weights)))
+    return memory.copy(weights, memory.allocate(packed_bytes(weights)))
 
 
 def is_there(copy: LoraWeights, value: float) -> bool:
@@ -72,7 +72,7 @@ def test_memory_of_an_adapter_that_is_gone_is_written_when_its_copy_has_ended() 
     size = packed_bytes(adapter(1.0))
     memory, buffer = HostMemory(PAGE, for_kernels=True), PageBuffer(8, PAGE, torch.device("cuda"))
     memory.pin(lambda: None).join()
-    host = memory.copy(adapter(1.0), memory.room(size))
+    host = memory.copy(adapter(1.0), memory.allocate(size))
     assert isinstance(host.sites, PartedSites) and all(part.is_pinned() for part in host.sites.parts)
     taken = buffer.allocate_span(1)
     assert taken is not None
@@ -80,7 +80,7 @@ def test_memory_of_an_adapter_that_is_gone_is_written_when_its_copy_has_ended() 
     gpu = PageCopies(buffer).copy(host, taken[0])
     del host
     assert memory.free_bytes == PAGE
-    second = memory.copy(adapter(2.0), memory.room(size))
+    second = memory.copy(adapter(2.0), memory.allocate(size))
     assert memory.outside == 0
     assert is_there(gpu, 1.0) and is_there(second, 2.0)
 

@@ -22,7 +22,7 @@ from coserve.core.errors import CorruptAdapter, RequestOutOfMemory
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.entry import State
-from coserve.lora.store.host_memory import NO_HUGE_PAGES, PAGE, HostMemory, Room
+from coserve.lora.store.host_memory import NO_HUGE_PAGES, PAGE, HostBlock, HostMemory
 from coserve.lora.store.packing import PartedSites, packed_bytes
 from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
@@ -44,9 +44,9 @@ class Copy:
         self.ended = True
 
 
-def pages_of(room: Room) -> set[int]:
+def pages_of(block: HostBlock) -> set[int]:
     """Addresses of the pages."""
-    return {part.data_ptr() + at for part in room.parts for at in range(0, len(part), PAGE)}
+    return {part.data_ptr() + at for part in block.parts for at in range(0, len(part), PAGE)}
 
 
 def taken(size: int) -> int:
@@ -59,22 +59,22 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memory, self.marks = HostMemory(PAGES * PAGE + 5, for_kernels=True), 0
-        self.held = dict[int, tuple[Room, int, bool]]()
+        self.held = dict[int, tuple[HostBlock, int, bool]]()
         self.copies = list[Copy]()
         self.gone = list[tuple[set[int], list[Any]]]()
 
     @rule(size=st.sampled_from([0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE - 7, 7 * PAGE]))
     def take(self, size: int) -> None:
         fits, outside = size <= self.memory.free_bytes, self.memory.outside
-        room = self.memory.room(size)
-        assert sum(map(len, room.parts)) == size
+        block = self.memory.allocate(size)
+        assert sum(map(len, block.parts)) == size
         assert (self.memory.outside == outside) == fits
         for pages, copies in self.gone:
-            if pages & pages_of(room):
-                assert all(copy.ended or copy in room.after for copy in copies), "a copy reads what is written"
+            if pages & pages_of(block):
+                assert all(copy.ended or copy in block.after for copy in copies), "a copy reads what is written"
         self.marks += 1
-        self.held[self.marks] = room, size, fits
-        for part in room.parts:
+        self.held[self.marks] = block, size, fits
+        for part in block.parts:
             part[:: PAGE - 1] = part[-1:] = self.marks % 251
 
     @precondition(lambda self: self.held)
@@ -98,14 +98,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        room, _, inside = self.held.pop(data.draw(st.sampled_from(sorted(self.held))))
+        block, _, inside = self.held.pop(data.draw(st.sampled_from(sorted(self.held))))
         if inside:  # else torch keeps the memory until a copy has ended
-            self.gone.append((pages_of(room), list(room.read)))
+            self.gone.append((pages_of(block), list(block.read)))
 
     @invariant()
     def each_has_its_own_bytes_and_no_page_is_lost(self) -> None:
-        for mark, (room, _, _) in self.held.items():
-            assert all(int(part[0]) == int(part[-1]) == mark % 251 for part in room.parts if len(part))
+        for mark, (block, _, _) in self.held.items():
+            assert all(int(part[0]) == int(part[-1]) == mark % 251 for part in block.parts if len(part))
         used = sum(taken(size) for _, size, inside in self.held.values() if inside)
         assert self.memory.free_bytes == (PAGES - used) * PAGE
 
@@ -118,7 +118,7 @@ def test_memory_without_a_page_holds_nothing() -> None:
     memory = HostMemory(PAGE - 1, for_kernels=True)
     assert memory.free_bytes == 0
     assert memory.notes == ()
-    assert [len(part) for part in memory.room(10).parts] == [10] and memory.outside == 1
+    assert [len(part) for part in memory.allocate(10).parts] == [10] and memory.outside == 1
     assert "adapters in use fill host_adapter_bytes" in memory.notes[0]
 
 
@@ -143,13 +143,13 @@ def test_memory_is_unpinned_when_the_last_adapter_in_it_is_gone(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     memory = HostMemory(2 * PAGE, for_kernels=True)
     memory.pin(lambda: None).join()
-    room = memory.room(PAGE)
-    room.parts[0].fill_(7)
+    block = memory.allocate(PAGE)
+    block.parts[0].fill_(7)
     assert sum(cuda.registered.values()) == 2 * PAGE
     del memory
     gc.collect()
-    assert cuda.registered and int(room.parts[0][0]) == 7
-    del room
+    assert cuda.registered and int(block.parts[0][0]) == 7
+    del block
     gc.collect()
     assert not cuda.registered
 
@@ -201,7 +201,7 @@ async def test_random_loads_evictions_cancels_and_failing_reads_mix_nothing_and_
         changed.clear()
     inside = sum(taken(packed_bytes(valued(0.0, 1 + 6 * int(ref.id) % 20))) for ref in store.resident())
     async with asyncio.timeout(60):
-        # a thread that has just read may still hold its room, and tells nobody when it lets it go
+        # a thread that has just read may still hold its block, and tells nobody when it lets it go
         while memory.free_bytes != (2 * PAGES - inside) * PAGE:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert memory.outside == 0, "those that are idle have left for those that came"
@@ -259,9 +259,9 @@ async def test_memory_for_an_adapter_without_room_is_allocated_where_files_are_r
     threads = list[str]()
 
     class Watched(HostMemory):
-        def room(self, size: int) -> Room:
+        def allocate(self, size: int) -> HostBlock:
             threads.append(threading.current_thread().name)
-            return super().room(size)
+            return super().allocate(size)
 
     size = packed_bytes(valued(0.0, rank=12))
     memory = Watched(taken(size) * PAGE, for_kernels=False)
@@ -312,11 +312,11 @@ def _unreserved() -> int:
 
 def test_adapters_that_find_no_room_are_bounded() -> None:
     memory = HostMemory(PAGE, for_kernels=False, most_outside=2 * PAGE)
-    inside, one, two = (memory.room(PAGE) for _ in range(3))
+    inside, one, two = (memory.allocate(PAGE) for _ in range(3))
     with pytest.raises(MemoryError, match=f"and {2 * PAGE} bytes beside it; 7 of the 7 bytes of this one are missing"):
-        memory.room(7)
+        memory.allocate(7)
     assert memory.outside == 2
     del one
     gc.collect()
-    assert len(memory.room(PAGE).parts[0]) == PAGE
-    assert len(memory.room(0).parts) <= 1 and inside.parts and two.parts
+    assert len(memory.allocate(PAGE).parts[0]) == PAGE
+    assert len(memory.allocate(0).parts) <= 1 and inside.parts and two.parts

@@ -67,7 +67,7 @@ class Reads:
         found = files.load(self.folder, self.digests, read)
         harm(self.folder)
         size = packed_bytes(found) if isinstance(found, LoraWeights) else found.layout.bytes
-        copy = memory.copy(found, memory.room(size))
+        copy = memory.copy(found, memory.allocate(size))
         files.close()
         self.notes = files.notes
         return copy

@@ -14,7 +14,7 @@ from coserve.api.access.keys import KeyRing, key_view
 from coserve.api.access.quotas import Quotas
 from coserve.api.access.scopes import scopes_of
 from coserve.api.engine_client import EngineClient
-from coserve.api.http.room import ROOM, Room, leave_room
+from coserve.api.http.body_quota import BODY_QUOTA, BodyQuota, stop_counting
 from coserve.api.http.route import Route
 from coserve.api.http.security import Handler
 from coserve.api.metrics.traces import PARENT, parent
@@ -99,8 +99,8 @@ class Access:
         limit = self.quotas.of(project).bytes
         if limit is None or Scope.TRAIN not in scopes_of(request.method, resource.canonical):
             return
-        room = request[ROOM] = Room(project, limit, partial(self._used, project), self._arriving)
-        await room.check(request.content_length or 0)
+        quota = request[BODY_QUOTA] = BodyQuota(project, limit, partial(self._used, project), self._arriving)
+        await quota.check(request.content_length or 0)
 
     async def _used(self, project: str) -> int:
         """Bytes of a project's adapters and files."""
@@ -114,7 +114,7 @@ class Access:
         try:
             return await handler(request)
         finally:
-            leave_room(request)
+            stop_counting(request)
             if (found := request.get(PRINCIPAL)) is not None and transport is not None:
                 self._open[found.key].discard(transport)
                 if not self._open[found.key]:

@@ -17,9 +17,9 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
+from coserve.api.http.body_quota import BODY_QUOTA, stop_counting
 from coserve.api.http.decode_tasks import decode_body, decode_corpus, decoded, unpack
 from coserve.api.http.parsing import decode_json
-from coserve.api.http.room import ROOM, leave_room
 from coserve.api.http.server import ask_for_body
 from coserve.core import errors
 from coserve.core.cancellation import uncancelled_thread
@@ -73,7 +73,7 @@ class BodyReader:
             yield body
         finally:
             self._held -= len(body)
-            leave_room(request)
+            stop_counting(request)
 
     async def decode(
         self, body: bytearray | bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False
@@ -141,8 +141,8 @@ async def check_size(request: web.Request, limit: int) -> None:
     declare its size. Raises `BodyTooLarge`, `StorageQuotaExceeded`."""
     if request.content.total_bytes > limit:
         raise errors.BodyTooLarge(f"expected a body of at most {limit} bytes")
-    if (room := request.get(ROOM)) is not None:
-        await room.arrived(request.content.total_bytes)
+    if (quota := request.get(BODY_QUOTA)) is not None:
+        await quota.arrived(request.content.total_bytes)
 
 
 @contextmanager

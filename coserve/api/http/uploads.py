@@ -14,7 +14,7 @@ from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.streams import StreamReader
 
 from coserve.api.http.bodies import CHUNK, BodyReader, body_errors, check_head, check_size
-from coserve.api.http.room import leave_room
+from coserve.api.http.body_quota import stop_counting
 from coserve.api.http.server import ask_for_body
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import BodyTooLarge, InvalidRequest, QueueFull, UnsafeAdapter, UnsupportedEncoding
@@ -95,7 +95,7 @@ class UploadReader:
             yield folder
         finally:
             self._running -= 1
-            leave_room(request)
+            stop_counting(request)
             await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _receive(self, request: web.Request, folder: Path, names: tuple[str, ...]) -> bytes:

@@ -15,9 +15,9 @@ from coserve import __version__
 from coserve.api.adapters.filters import FILTERS, adapter_filter
 from coserve.api.generation.full_response import collect_native
 from coserve.api.http.bodies import BodyReader
+from coserve.api.http.body_quota import check_copy
 from coserve.api.http.parsing import decode_dialect, decode_json, decode_last, page, ref_from_path
 from coserve.api.http.responses import NATIVE_ERRORS, error_response, json_response
-from coserve.api.http.room import check_copy
 from coserve.api.http.route import PAGE, Route
 from coserve.api.http.sse import event_response
 from coserve.api.http.uploads import VALIDATION, UploadReader, is_upload

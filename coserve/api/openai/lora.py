@@ -10,8 +10,8 @@ from pathlib import Path
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
+from coserve.api.http.body_quota import check_copy
 from coserve.api.http.parsing import local_path
-from coserve.api.http.room import check_copy
 from coserve.api.http.route import Route
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai import schemas

@@ -55,7 +55,7 @@ class Unread(Protocol):
 
 
 @dataclass(eq=False)
-class Room:
+class HostBlock:
     """Memory for one adapter. Its pages are reused once this object is garbage-collected."""
 
     parts: tuple[Tensor, ...]
@@ -72,7 +72,7 @@ class Room:
 
 
 class _Dropped(NamedTuple):
-    """The pages of a released `Room`, and events after GPU copies that may still read them."""
+    """The pages of a released `HostBlock`, and events after GPU copies that may still read them."""
 
     pages: list[int]
     read: list[torch.cuda.Event]
@@ -91,16 +91,16 @@ class HostMemory:
         self._for_kernels, self._pages = for_kernels, size // PAGE
         self._most_outside, self._outside_bytes = most_outside, 0
         self._left = deque[int]()
-        """Bytes of released rooms outside, not yet subtracted. Appended by finalizers, as `_dropped`."""
+        """Bytes of released blocks outside, not yet subtracted. Appended by finalizers, as `_dropped`."""
         self._lock, self._pool = Lock(), PagePool(max(1, self._pages))
         if not self._pages:
             self._pool.allocate(1)  # a pool has a page
         self._dropped = deque[_Dropped]()
-        """Released rooms, not yet collected. Appended by finalizers, on any thread at any time."""
+        """Released blocks, not yet collected. Appended by finalizers, on any thread at any time."""
         self._read = list[_Dropped]()
-        """Released rooms that GPU copies may still read."""
+        """Released blocks that GPU copies may still read."""
         self._reused = list[torch.cuda.Event]()
-        """Events of pages that were freed before the GPU copies from them had ended. Every later room waits for those
+        """Events of pages that were freed before the GPU copies from them had ended. Every later block waits for those
         that have not: it may get such a page, too."""
         mapped, self._huge = _mapped(max(1, self._pages) * PAGE)
         mapping = memoryview(mapped)
@@ -135,7 +135,7 @@ class HostMemory:
             self._collect()
             return PAGE * (self._pool.free_pages + sum(len(each.pages) for each in self._read))
 
-    def in_pages(self, size: int) -> Room | None:
+    def in_pages(self, size: int) -> HostBlock | None:
         """Return pages for `size` bytes; None: too few are free."""
         wanted = -(-size // PAGE)
         with self._lock:
@@ -148,11 +148,11 @@ class HostMemory:
             pages, after = self._pool.allocate(wanted), tuple(self._reused)
         if pages is None:
             return None
-        found = Room(tuple(self._parts(pages, size)), after)
+        found = HostBlock(tuple(self._parts(pages, size)), after)
         weakref.finalize(found, self._dropped.append, _Dropped(pages, found.read)).atexit = False
         return found
 
-    def room(self, size: int) -> Room:
+    def allocate(self, size: int) -> HostBlock:
         """Return memory of `size` bytes: pages, else memory outside, allocated for this adapter alone. Pinning that may
         take a second, so do not call it on an event loop.
 
@@ -164,7 +164,7 @@ class HostMemory:
             self._take_outside(size)
         pinned = self._for_kernels and torch.cuda.is_available()
         try:
-            found = Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),))
+            found = HostBlock((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),))
         except Exception:
             self._left.append(size)
             raise
@@ -185,15 +185,15 @@ class HostMemory:
             log.warning("%s", NO_ROOM)
         self._outside_bytes, self.outside = self._outside_bytes + size, self.outside + 1
 
-    def copy(self, source: Unread | LoraWeights, room: Room | None = None) -> LoraWeights:
-        """Write an adapter into memory of its size; None: that of `room`. Raises as `Unread.write` and `room`."""
+    def copy(self, source: Unread | LoraWeights, block: HostBlock | None = None) -> LoraWeights:
+        """Write an adapter into memory of its size; None: that of `block`. Raises as `Unread.write` and `allocate`."""
         if isinstance(source, LoraWeights):
             source = self.unread(source)
-        room = room or self.room(source.layout.bytes)
-        for event in room.after:
+        block = block or self.allocate(source.layout.bytes)
+        for event in block.after:
             event.synchronize()
-        source.write(room.parts)
-        return LoraWeights(source.settings, PartedSites(room.parts, source.layout, room.copied))
+        source.write(block.parts)
+        return LoraWeights(source.settings, PartedSites(block.parts, source.layout, block.copied))
 
     def unread(self, weights: LoraWeights) -> Unread:
         """Return an adapter that `copy` writes here. Its pairs are read one by one, twice."""
@@ -225,7 +225,7 @@ class HostMemory:
             self._pinned += len(own)
 
     def _collect(self) -> None:
-        """Free the pages of released rooms that no GPU copy reads any more."""
+        """Free the pages of released blocks that no GPU copy reads any more."""
         while self._dropped:
             self._read.append(self._dropped.popleft())
         for each in [each for each in self._read if all(map(_ended, each.read))]:

@@ -16,7 +16,7 @@ from coserve.core.health import LoraServerInfo
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import Entry, State
 from coserve.lora.store.host import HostCopies
-from coserve.lora.store.host_memory import HostMemory, Room, Unread, memory_errors
+from coserve.lora.store.host_memory import HostBlock, HostMemory, Unread, memory_errors
 from coserve.lora.store.interfaces import CopyMirror, RemotePairs
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
@@ -373,7 +373,7 @@ class AdapterStore:
             found = self._load(ref, digests)
             return self._memory.packed(found) if self._memory is not None and isinstance(found, LoraWeights) else found
 
-    def _pages_for(self, found: Unread | LoraWeights) -> Room | None:
+    def _pages_for(self, found: Unread | LoraWeights) -> HostBlock | None:
         """Return pages of the store's memory for a copy, evicting idle adapters if there are none otherwise. None:
         those in use fill it, or the store has no memory."""
         if self._memory is None:
@@ -383,13 +383,13 @@ class AdapterStore:
             pass
         return self._memory.in_pages(size)
 
-    def _copy(self, ref: AdapterRef, found: Unread | LoraWeights, room: Room | None) -> LoraWeights:
-        """Copy an adapter into `room`, else into memory that is allocated for it. Raises `RequestOutOfMemory`."""
+    def _copy(self, ref: AdapterRef, found: Unread | LoraWeights, block: HostBlock | None) -> LoraWeights:
+        """Copy an adapter into `block`, else into memory that is allocated for it. Raises `RequestOutOfMemory`."""
         if self._memory is None:
             assert isinstance(found, LoraWeights), "a store without memory reads files itself"
             return found
         with memory_errors(ref):
-            return self._memory.copy(found, room)
+            return self._memory.copy(found, block)
 
     # ---- entries
 

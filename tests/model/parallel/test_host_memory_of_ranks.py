@@ -103,7 +103,7 @@ def test_an_adapter_is_published_a_pair_at_a_time(tmp_path: Path, rank: int | No
     memory = HostMemory(256 << 20, for_kernels=True)
     store = AdapterStore(lambda *_: pytest.fail("nothing is read"), 1 << 30, memory=memory)
     with LiveBytes() as live:
-        assert memory.room(1).parts, "seen by the meter"
+        assert memory.allocate(1).parts, "seen by the meter"
         optimizer = optimizer_of(base)
         weights = optimizer.adapter(optimizer.snapshot()(), WEIGHTS)
         live.reset()

@@ -17,7 +17,7 @@ STEP_BYTES, STEP_SHARE = 1 << 20, 1 / 64
 reads the database."""
 
 
-class Room:
+class BodyQuota:
     """Checks the body of one request against its project's storage quota of `limit` bytes. `used` returns the bytes
     that the project has stored; `arriving`: by project, the bytes received of bodies that are not stored yet."""
 
@@ -45,28 +45,28 @@ class Room:
             self._checked = total
             await self.check()
 
-    def leave(self) -> None:
+    def stop_counting(self) -> None:
         """Stop counting the body as arriving: it has been stored or dropped."""
         self._arriving[self._project] -= self._arrived
         self._arrived = 0
 
 
-ROOM = web.RequestKey("room", Room)
+BODY_QUOTA = web.RequestKey("body_quota", BodyQuota)
 """Set on requests that store something, of projects with a quota of bytes."""
 
 
-def leave_room(request: web.Request) -> None:
+def stop_counting(request: web.Request) -> None:
     """Stop counting the request's body as arriving."""
-    if (room := request.get(ROOM)) is not None:
-        room.leave()
+    if (quota := request.get(BODY_QUOTA)) is not None:
+        quota.stop_counting()
 
 
 async def check_copy(request: web.Request, folder: Path) -> None:
     """Count the PEFT files in `folder`, which a body named or had as an archive, as arriving until the request ends.
     Raises `StorageQuotaExceeded` if its project has no room for them."""
-    if (room := request.get(ROOM)) is not None:
-        await room.arrived(await asyncio.to_thread(_bytes_in, folder))
-        await room.check()
+    if (quota := request.get(BODY_QUOTA)) is not None:
+        await quota.arrived(await asyncio.to_thread(_bytes_in, folder))
+        await quota.check()
 
 
 def _bytes_in(folder: Path) -> int:
