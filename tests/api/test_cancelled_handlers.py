@@ -137,6 +137,23 @@ async def test_imports(api: Api, late: bool, how: str) -> None:
     await at_every_await(api, late, call, check)
 
 
+async def test_loads_in_place(api: Api, late: bool) -> None:
+    """One loaded version is there, and the last one has the pin."""
+    load = {"lora_name": "poet", "lora_path": "rank2", "load_inplace": True}
+    async with api.http.post("/v1/load_lora_adapter", json=load) as response:
+        assert response.status == 200
+    await api.answered(200, "PATCH", "/adapters/poet", json={"pinned": True})
+
+    async def call(at: int) -> Call:
+        return "POST", "/v1/load_lora_adapter", {"json": load}
+
+    async def check(at: int, status: int | None) -> None:
+        _, shown = await api.call("GET", "/adapters/poet")
+        assert (len(shown["versions"]), shown["pinned"]) == (1, True)
+
+    await at_every_await(api, late, call, check, every=1)
+
+
 @pytest.mark.parametrize("how", by_day(["json", "upload"], "json"))
 async def test_submissions(api: Api, late: bool, how: str, tmp_path: Path) -> None:
     """A job is there and the engine knows of it, or there is none: its key then makes one, and only one."""

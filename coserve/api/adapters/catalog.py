@@ -149,23 +149,19 @@ class AdapterCatalog:
         """
         spec = self._engine.spec
         refuse_base_name(name, spec, field="lora_name")
-        adapter = await self.install(source, name, spec, origin=LOADED, new=not in_place)
-        with suppress(AdapterNotFound):  # it was unloaded meanwhile
-            await self._commits.run(
-                self._delete(name, lambda registry: (registry.delete_loaded(name, adapter.version), adapter.version))
-            )
-            await self._pin_again(AdapterRef(name, adapter.version))
-        return adapter
+        return await self.install(source, name, spec, origin=LOADED, new=not in_place)
 
-    async def _pin_again(self, ref: AdapterRef) -> None:
-        """Tell the engine of a pin that the version has taken over, if it has. Raises `AdapterNotFound`."""
+    async def _replace_loaded(self, new: AdapterRef) -> None:
+        """Delete the versions loaded before `new`, and tell the engine of a pin that it has taken over. Raises
+        `AdapterNotFound`."""
+        await self._delete(new.id, lambda registry: (registry.delete_loaded(new.id, new.version), new.version))
 
         def find(registry: Registry) -> AdapterRecord | None:
-            return registry.adapter(ref.id, ref.version) if ref in registry.pins() else None
+            return registry.adapter(new.id, new.version) if new in registry.pins() else None
 
         if (record := await self._registry.read(find)) is not None:
             # Without an engine: the next one is told when it starts.
-            self._engine.offer(PrefetchAdapter(ref=ref, digests=record.digests, pinned=True))
+            self._engine.offer(PrefetchAdapter(ref=new, digests=record.digests, pinned=True))
 
     async def unload(self, name: str) -> None:
         """Delete the versions of `name` that `load` published. Raises `AdapterNotFound`, or `InvalidRequest` if there
@@ -181,7 +177,8 @@ class AdapterCatalog:
         await self._commits.run(self._delete(name, forget))
 
     async def _install(self, source: Path, name: str, spec: BaseSpec, origin: str) -> AdapterRecord:
-        """Reserve a version, copy the files, check the copy, register it. A failure leaves no files."""
+        """Reserve a version, copy the files, check the copy, register it; a loaded version replaces those loaded
+        earlier. A failure leaves no files."""
         ref = await self._registry(lambda registry: registry.reserve_version(name))
         async with in_threads(replace_dir(self._folder.adapter(ref), point="import")) as target:
             await asyncio.to_thread(_copy, source, target)
@@ -191,6 +188,9 @@ class AdapterCatalog:
         except BaseException:
             await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
             raise
+        if origin == LOADED:
+            with suppress(AdapterNotFound):  # it was unloaded meanwhile
+                await self._replace_loaded(ref)
         return record
 
     # ---- show
