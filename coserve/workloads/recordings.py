@@ -114,24 +114,26 @@ def _window(scenario: Scenario, read: Callable[[], Iterator[Recorded]]) -> Itera
     """Yield the selected window of the recording, with times from 0 to the duration, at the wanted rate.
 
     The rate is reached by dropping or repeating requests at random, in order (FlexLLM's recipe), so that bursts remain
-    bursts. The file is read twice for it.
+    bursts. It holds as far as the recording reaches. The file is read twice for it.
     """
-    rate = scenario.trace_rate
-    if rate is None:
-        return _cut(scenario, read())
-    have = sum(1 for _ in _cut(scenario, read()))
-    return _resampled(
-        _cut(scenario, read()), have, round(rate * scenario.duration), random.Random(f"{scenario.seed}/trace")
-    )
+    cut = itertools.takewhile(lambda record: record.at < scenario.duration, _moved(scenario, read()))
+    if scenario.trace_rate is None:
+        return cut
+    have, seconds = 0, 0.0
+    for record in _moved(scenario, read()):
+        seconds = min(record.at, scenario.duration)
+        if record.at >= scenario.duration:
+            break
+        have += 1
+    want = round(scenario.trace_rate * seconds)
+    return _resampled(cut, have, want, random.Random(f"{scenario.seed}/trace"))
 
 
-def _cut(scenario: Scenario, records: Iterator[Recorded]) -> Iterator[Recorded]:
+def _moved(scenario: Scenario, records: Iterator[Recorded]) -> Iterator[Recorded]:
+    """Yield the records from `trace_start` on, with times from 0 at the wanted speed."""
     for record in records:
-        at = (record.at - scenario.trace_start) / scenario.trace_speed
-        if at >= scenario.duration:
-            return
-        if at >= 0:
-            yield record._replace(at=at)
+        if record.at >= scenario.trace_start:
+            yield record._replace(at=(record.at - scenario.trace_start) / scenario.trace_speed)
 
 
 def _resampled(records: Iterator[Recorded], have: int, want: int, rng: random.Random) -> Iterator[Recorded]:

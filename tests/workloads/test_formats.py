@@ -187,6 +187,12 @@ def test_a_recording_at_another_rate_keeps_its_times(tmp_path: Path, rate: float
     assert [prompt.at for prompt in fast.prompts][:5] == [0.0, 0.0, 0.0, 0.0, 0.5] and len(fast.prompts) == 360
 
 
+def test_the_rate_of_a_recording_is_of_the_time_that_it_lasts(tmp_path: Path) -> None:
+    given = {"trace": str(bursts(tmp_path, 80)), "trace_start": 4.0, "finetune_rows": 0}
+    for duration, requests in ((190.0, 30), (10.0, 20)):
+        assert len(open_workload(given | {"trace_rate": 2.0, "duration": duration}).prompts) == requests
+
+
 def test_flexllms_recipe_is_burstgpts_arrivals_with_sharegpts_prompts(tmp_path: Path) -> None:
     talks = write(tmp_path, json.dumps([MONOLOGUE, TALK]), "talks.json")
     given = {
@@ -234,13 +240,13 @@ def peak(tmp_path: Path, rows: int) -> int:
     path = bursts(tmp_path, rows)
     tracemalloc.start()
     trace: Trace = open_workload(
-        {"trace": str(path), "trace_rate": 3.0, "duration": float(rows // 4), "finetune_rows": 0}
+        {"trace": str(path), "trace_rate": 3.0, "duration": float(rows // 5), "finetune_rows": 0}
     )
     save_trace(trace, tmp_path / "t.jsonl")
     totals = count(load_trace(tmp_path / "t.jsonl"))
     found = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert totals.prompts == 3 * (rows // 4)
+    assert totals.prompts == 3 * (rows // 5)
     return found
 
 
