@@ -7,7 +7,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -66,13 +66,14 @@ class Model:
     fused: FusedBase
     kv: KvCache
     eager: EagerExecutor
-    executors: dict[object, StepExecutor] = field(default_factory=dict)
+    graphs: GraphExecutor | None = None
+    """Runs steps as graphs, once there were some; each in the graph for its own rank, never in a wider one."""
     traffic: dict[object, dict[str, float]] = field(default_factory=dict)
-    """Collectives and bytes of a decode step, by executor and batch."""
+    """Collectives and bytes of a decode step, by kind of adapter and batch."""
     runner: MicroBatchRunner | None = None
     """Of optimizer steps, once there were some."""
     forwards: int = 0
-    """Calls of the fused forward: a captured graph's count once."""
+    """Calls of the fused forward; a replayed graph calls none."""
 
 
 class Worker:
@@ -182,7 +183,7 @@ class Worker:
         for place, kind in enumerate(kinds):
             if kind == "slora":  # Triton compiles numbers like 0 and 1 into kernels
                 self._mesh.rank = place - 1
-                self._models[model].executors.clear()
+                self._models[model].graphs = None
             _, schedule, _ = self._prepare(model, Variant(shape, kind, rank), 1, 1, dry=True)
             for batch in batches:
                 schedule.decode(batch, PAGE_TOKENS, 0)
@@ -204,7 +205,7 @@ class Worker:
 
     @torch.no_grad()
     def generate(self, model: str, variant: Variant, load: Load, repeats: int) -> dict[str, Any]:
-        """Runs the load to its last token. The first run captures the graphs, with few tokens."""
+        """Runs the load to its last token, after a run with few tokens."""
         own, schedule, about = self._prepare(model, variant, 1, load.batch)
         schedule.generate(load._replace(output=min(load.output, WARM_STEPS)), STEP_TOKENS)
         runs = []
@@ -294,25 +295,24 @@ class Worker:
         """Sequences and tokens of each, of an optimizer step."""
         return (2, 8) if self._tiny else (8, 512)
 
+    @torch.no_grad()
     def _prepare(
         self, model: str, variant: Variant, adapters: int, batch: int, *, dry: bool = False
     ) -> tuple[Model, Schedule, dict[str, Any]]:
         """The adapters, the executor that serves them, and what a row says of both."""
         own, key = self._models[model], (model, variant, adapters)
         if variant.strategy is None:
-            schedule = Schedule(self._executor(own, (0, "base")), own.kv, own.shape.vocab, [], self._sequences, dry=dry)
+            schedule = self._schedule(own, self._executor(own), [], dry=dry)
             if dry:
                 return own, schedule, {}
-            return own, schedule, {"graphs": True, "traffic": self._traffic(own, variant, batch, schedule)}
+            return own, schedule, {"graphs": True, "traffic": self._traffic(own, variant, batch, schedule, [])}
         if self._adapters is None or self._adapters[0] != key:
             self._adapters = None  # frees the memory of the last ones first
             made = [make_adapter(own.base, variant) for _ in range(adapters)]
             self._adapters = key, [weights for weights, _ in made], made[0][1]
         _, weights, sizes = self._adapters
         most = max(pair.rank for one in weights for pair in one.sites.values())
-        served = graph_rank(most)
-        kind = "slora" if variant.strategy == "slora" else "local"
-        executor = own.eager if served is None else self._executor(own, (served, kind))
+        executor = own.eager if graph_rank(most) is None else self._executor(own)
         about = {
             "rank": weights[0].settings.r,
             "local_rank": most,
@@ -322,41 +322,59 @@ class Worker:
             "adapters": min(adapters, batch),
         }
         names = [(AdapterRef(f"{model}/{variant.name}/{i}", 1), one) for i, one in enumerate(weights)]
-        schedule = Schedule(executor, own.kv, own.shape.vocab, names, self._sequences, dry=dry)
+        schedule = self._schedule(own, executor, names, dry=dry)
         if dry:
             return own, schedule, {}
-        return own, schedule, about | {"traffic": self._traffic(own, variant, batch, schedule)}
+        return own, schedule, about | {"traffic": self._traffic(own, variant, batch, schedule, names)}
 
-    def _executor(self, own: Model, key: tuple[int, str]) -> StepExecutor:
-        """One for each class of graphs, so that a step runs the graphs for its own rank, and never wider ones."""
+    def _executor(self, own: Model) -> StepExecutor:
         if self._tiny and os.environ.get("TRITON_INTERPRET") != "1":
             return own.eager  # its kernels need a GPU or the interpreter
-        if key not in own.executors:
-            own.executors[key] = GraphExecutor(
-                own.fused,
-                own.kv,
-                own.eager,
-                max_running=4 if self._tiny else max(BATCHES),
-                step_tokens=64 if self._tiny else STEP_TOKENS * (2 if key[1] == "base" else 1),
-                capture_after=1,
-            )
-        return own.executors[key]
+        if own.graphs is None:
+            most, step_tokens = (4, 64) if self._tiny else (max(BATCHES), 2 * STEP_TOKENS)
+            own.graphs = GraphExecutor(own.fused, own.kv, own.eager, max_running=most, step_tokens=step_tokens)
+        return own.graphs
+
+    def _schedule(
+        self, own: Model, executor: StepExecutor, adapters: Sequence[tuple[AdapterRef, LoraWeights]], *, dry: bool
+    ) -> Schedule:
+        """Of an executor whose graphs are captured, as the daemon captures them before it serves."""
+        schedule = Schedule(executor, own.kv, own.shape.vocab, adapters, self._sequences, dry=dry)
+        schedule.decode(1, PAGE_TOKENS, 0)  # from now on its graphs are known to be missing
+        while executor.prepare():
+            pass
+        return schedule
 
     def _finish(self, schedule: Schedule) -> None:
         """Empties the adapters' slots: the next ones have other weights."""
         self._sequences = schedule.sequences
         schedule.close()
 
-    def _traffic(self, own: Model, variant: Variant, batch: int, schedule: Schedule) -> dict[str, float]:
-        """Collectives and bytes that a rank contributes in one decode step; counted when its graph is captured."""
+    def _traffic(
+        self,
+        own: Model,
+        variant: Variant,
+        batch: int,
+        schedule: Schedule,
+        adapters: Sequence[tuple[AdapterRef, LoraWeights]],
+    ) -> dict[str, float]:
+        """Collectives and bytes that a rank contributes in one decode step; counted when its graph is captured, in an
+        executor of its own, as a replay counts none."""
         if own.base.sharding is None:
             return {}
         fully = variant.rank if variant.strategy == "slora" else 0
-        traffic, key = own.base.sharding.mesh.traffic, (id(schedule.executor), batch, fully)
+        traffic, key = own.base.sharding.mesh.traffic, (schedule.executor is own.eager, bool(adapters), batch, fully)
         if key not in own.traffic:
+            graphs: GraphExecutor | None = None
+            if schedule.executor is not own.eager:
+                graphs = GraphExecutor(own.fused, own.kv, own.eager, max_running=batch, step_tokens=1)
+                schedule = Schedule(graphs, own.kv, own.shape.vocab, adapters, 0)
+                schedule.decode(batch, PAGE_TOKENS, 0)
             traffic.clear()
             own.forwards = 0
-            schedule.decode(batch, PAGE_TOKENS, 0)
+            while graphs is not None and not graphs.decode_graphs:  # the first is that of most sequences and rank
+                assert graphs.prepare(()), "expected a graph"
+            schedule.decode(batch, PAGE_TOKENS, 0)  # on a CPU nothing was captured
             steps = own.forwards or 1  # an eager step is none of the fused base's
             own.traffic[key] = {
                 **{f"{name}.calls": count / steps for name, count in traffic.calls.items()},

@@ -212,7 +212,7 @@ class Bench:
 
     async def speeds(self, load: Load, name: str, repeats: int, warm: int = 1) -> list[float]:
         """Output tokens a second of runs of a load, after `warm` that are not timed: the last with whole answers, those
-        before it with short ones, as graphs of prompts are captured after some of them. `name`: of the prompts."""
+        before it with short ones. `name`: of the prompts."""
         vocab, short = self.shape.vocab, replace(load, output=min(load.output, SHORT))
         for i in range(warm):
             one = load if i + 1 == warm else short

@@ -38,6 +38,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
+from tests.support.executors import PreparedExecutor
 from tests.support.families import tiny_family
 from tests.support.generation import answers, collect, prompt, request
 from tests.support.host_stream import mailbox_ends
@@ -69,7 +70,7 @@ def make(
     executor: StepExecutor = EagerExecutor(base, kv, GROUPED, own)
     if graphs is not None:
         fused = FusedBase(base, compiled=False, opaque_experts=True)
-        executor = GraphExecutor(fused, kv, executor, max_running=4, step_tokens=16, remote=own)
+        executor = PreparedExecutor(fused, kv, executor, max_running=4, step_tokens=16, remote=own)
         graphs.append(executor)
     return Generator(base, store, kv, executor, max_running=4, step_tokens=16), store
 
@@ -157,7 +158,7 @@ def test_a_step_that_did_not_get_its_last_terms_is_undone(base: Base, tmp_path: 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_padded_steps_of_graphs_over_servers_have_the_coupled_tokens(base: Base, tmp_path: Path) -> None:
-    """Prompts run without a graph first; then a server is lost in a step of a graph."""
+    """A server is lost in a step of a graph."""
     save_adapters("mixtral", base, tmp_path)
     expected = collect(make(base, tmp_path, 512)[0], REQUESTS)
     steps = iter([1000, 14 * 2])  # the second server has the last layer, with two messages a step

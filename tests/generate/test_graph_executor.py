@@ -14,7 +14,6 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, FinishReason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.execution.adapter_slots import AdapterSlots
-from coserve.generate.execution.graph_executor import Capture
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.generate.execution.token_slots import TOKEN_SLOTS
 from coserve.generate.generator import Generator
@@ -148,7 +147,7 @@ def test_graphs_that_steps_can_do_without_are_captured_at_a_slower_pace(
     base = wrap_base(tiny_model("llama", num_hidden_layers=1), name="llama", eos_token_ids=())
     fused = FusedBase(base, compiled=False)
     kv = KvCache.for_base(base, 2048, 16)
-    executor = graphs(fused, kv, capture=Capture.BETWEEN_STEPS, max_running=16, step_tokens=32)
+    executor = graphs(fused, kv, prepared=False, max_running=16, step_tokens=32)
     executor.warm_up()
     assert executor.graphs_missing == 0
     shelf = Shelf(named([adapter(base, 0, rank, suffixes)]))

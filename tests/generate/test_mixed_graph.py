@@ -13,6 +13,7 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS
+from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import (
     DECODE_KERNEL_TOKENS,
     MIXED_TOKENS,
@@ -32,7 +33,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from tests.support.examples import by_day, examples
-from tests.support.executors import graphs
+from tests.support.executors import eager, graphs
 from tests.support.generation import adapter, collect, prompt, request
 from tests.support.lengths import OneMoreToken
 from tests.support.shelf import Shelf, named
@@ -68,12 +69,12 @@ def generator(
     tokens: int = 2048,
     step_tokens: int = 256,
     ranks: tuple[int, ...] = (),
-    capture_after: int = 1000,
 ) -> Generator:
     kv = KvCache.for_base(fused.base, tokens, 4)
-    executor = graphs(fused, kv, max_running=16, step_tokens=graph_tokens, capture_after=capture_after)
-    if prepared:
-        executor.warm_up(ranks)
+    executor = GraphExecutor(
+        fused, kv, eager(fused.base, kv), max_running=16, step_tokens=graph_tokens, capture=prepared
+    )
+    executor.warm_up(ranks)
     return Generator(
         fused.base,
         (shelf or Shelf()).store(),
@@ -143,25 +144,27 @@ def test_widths_that_steps_had_are_prepared_too(llama: FusedBase, steps: StepRec
     while gen.prepare():
         pass
     first = collect(gen, [request("a", prompt(5), SHORT, ref)])
-    assert (steps.graphs, steps.others) == ([], 1)
+    assert (steps.graphs, steps.others) == ([], 4)
     assert gen.prepare()
     while gen.prepare():
         pass
     again = collect(gen, [request("a", prompt(5, 1), SHORT, ref)])
-    assert (steps.graphs, steps.others) == ([(5, 32)], 1)
+    assert (steps.graphs, steps.others) == ([(5, 32)], 4)
     assert len(first["a"][0]) == len(again["a"][0])
 
 
-def test_sizes_that_steps_ask_for_are_captured_while_they_run(llama: FusedBase, steps: StepRecorder) -> None:
-    """After some steps; and while a size is missing the next one serves, but none beyond that."""
-    requests = [request("a", prompt(5, seed), SHORT) for seed in range(4)]
-    gen = generator(llama, prepared=False, graph_tokens=128, capture_after=3)
-    found = [collect(gen, [one]) for one in requests]
-    assert ([size for _, size in steps.graphs], steps.others) == ([32, 32], 2)
-    assert len(collect(gen, [request("b", prompt(50), SHORT)])["b"][0]) == 4
-    assert [size for _, size in steps.graphs] == [32, 32, 128], "the largest is captured ahead of all others"
-    assert steps.others == 2
-    assert found == [collect(generator(llama, prepared=False), [one]) for one in requests]
+def test_while_a_size_is_missing_the_next_one_serves_and_none_beyond_that(
+    llama: FusedBase, steps: StepRecorder
+) -> None:
+    kv, one = KvCache.for_base(llama.base, 2048, 4), SamplingParams(max_tokens=1, temperature=0.0)
+    executor = graphs(llama, kv, prepared=False, max_running=16, step_tokens=128)
+    for _ in range(3):  # the sampler, and the largest graphs: of decodes, and of prompts
+        assert executor.prepare(())
+    gen = Generator(llama.base, Shelf().store(), kv, executor, max_running=16, step_tokens=128)
+    collect(gen, [request("a", prompt(50), one)])
+    assert (steps.graphs, steps.others) == ([(50, 128)], 0)
+    collect(gen, [request("a", prompt(5), one)])
+    assert (steps.graphs, steps.others) == ([(50, 128)], 1)
 
 
 def worst(tokens: int, sequences: int, rows: int) -> list[int]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.graph_executor import Capture
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import UNCHUNKED, CompiledSteps, check_compiled, make_start, recurrence_notes
 from coserve.generate.generator import Generator
@@ -59,7 +58,7 @@ def test_compiled_steps_have_the_same_texts_and_compile_nothing_more(base: Base)
     fused = FusedBase(base, backend=(backend := Counting()))
     assert check_compiled(fused) == ""
     traced = backend.traced
-    executor = CompiledSteps(fused, eager(base, kv), 8, 64).executor(kv, Capture.BETWEEN_STEPS)
+    executor = CompiledSteps(fused, eager(base, kv), 8, 64).executor(kv, capture=True)
     executor.warm_up()
     for gen in (served(base, KvCache.for_base(base, 1024, 16)), served(base, kv, executor)):
         found.append({})

@@ -54,12 +54,10 @@ def test_graphs_give_the_texts_of_plain_steps(family: str) -> None:
     requests = [request(str(n), prompt(n), refs[n % 4] if n % 4 < 3 else None) for n in (3, 17, 41, 2, 5, 23, 34)]
     expected, fused = texts(base, requests, shelf, lora_backend=REFERENCE), FusedBase(base)
     kv = KvCache.for_base(base, 4096, 16)
-    executor = graphs(fused, kv, SEGMENTED, max_running=16, step_tokens=256)
+    executor = graphs(fused, kv, SEGMENTED, max_running=16)
     gen = Generator(base, shelf.store(), kv, executor, max_running=16, step_tokens=256)
-    for _ in range(2):  # the second time by graphs of both kinds
+    for _ in range(2):
         assert {id: tokens for id, (tokens, _) in collect(gen, requests).items()} == expected
-        while executor.prepare():
-            pass
     assert {footprint.scaled for _, footprint in executor.decode_graphs} == {False, True}
 
 

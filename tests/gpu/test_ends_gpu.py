@@ -56,7 +56,7 @@ def test_texts_beside_graphs_are_those_of_plain_steps() -> None:
     requests = [request(str(n), prompt(n), refs[n % 4] if n % 4 < 3 else None) for n in (3, 17, 41, 2, 5, 23, 34)]
     expected, fused = texts(base, requests, shelf, lora_backend=REFERENCE), FusedBase(base)
     kv = KvCache.for_base(base, 4096, 16)
-    executor = graphs(fused, kv, SEGMENTED, max_running=16, step_tokens=256)
+    executor = graphs(fused, kv, SEGMENTED, max_running=16)
     gen = Generator(base, shelf.store(), kv, executor, max_running=16, step_tokens=256)
     for _ in range(2):
         assert {id: tokens for id, (tokens, _) in collect(gen, requests).items()} == expected

@@ -65,7 +65,7 @@ def test_graphs_give_the_same_texts_each_time_and_serve_none_by_graphs_of_their_
     shelf = Shelf(dict(zip(refs, both, strict=True)))
     requests = [request(str(n), prompt(n), refs[n % 3] if n % 3 < 2 else None) for n in (3, 17, 41, 2, 5)]
     kv = KvCache.for_base(base, 8192, 16)
-    executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=8, step_tokens=256)
+    executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=8)
     gen = Generator(base, shelf.store(), kv, executor, max_running=8, step_tokens=256)
     first, second = (collect(gen, requests) for _ in range(2))
     assert {id: tokens for id, (tokens, _) in first.items()} == {id: tokens for id, (tokens, _) in second.items()}

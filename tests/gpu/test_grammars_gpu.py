@@ -22,9 +22,7 @@ pytestmark = pytest.mark.gpu
 def test_answers_follow_their_grammars_in_graphs() -> None:
     base, tokenizer = load_base("bundled", device="cuda", dtype="bfloat16"), Tokenizer.load("bundled")
     grammars, kv = Grammars(lambda: tokenizer, base.spec.vocab, pinned=True), KvCache.for_base(base, 2048, 16)
-    executor = graphs(FusedBase(base), kv, max_running=8)
-    executor.warm_up()
-    gen = generator(base, kv, executor, grammars)
+    gen = generator(base, kv, graphs(FusedBase(base), kv, max_running=8), grammars)
     ids = tokenizer.encode("Once upon a time")
     asked = requests(ids)
     found = collect(gen, asked)

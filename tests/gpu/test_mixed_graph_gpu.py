@@ -119,7 +119,7 @@ def test_texts_and_nothing_compiled_in_the_middle(monkeypatch: pytest.MonkeyPatc
     steps, fused = StepRecorder(monkeypatch), FusedBase(base)
     for step_tokens in (256, 19):
         kv = KvCache.for_base(base, 4096, 16)
-        executor = graphs(fused, kv, SEGMENTED, max_running=16, step_tokens=256)
+        executor = graphs(fused, kv, SEGMENTED, prepared=False, max_running=16)
         executor.warm_up()
         gen = Generator(base, shelf.store(), kv, executor, max_running=16, step_tokens=step_tokens)
         found = {id: tokens for id, (tokens, _) in collect(gen, requests).items()}

@@ -34,9 +34,9 @@ def test_steps_on_a_gpu_give_the_tokens_of_the_cpu(family: str) -> None:
     expected = collect(Generator(base, store, kv, eager(base, kv), max_running=4, step_tokens=48), requests)
     base = wrap_base(tiny_family(family, **long).cuda(), name=family, eos_token_ids=())
     kv = KvCache.for_base(base, 8192, 16, sequences=4)
-    executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=4, capture_after=1)
+    executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=4)
     store = Shelf({REF: adapter(base, 1, 3)}).store()
     generator = Generator(base, store, kv, executor, max_running=4, step_tokens=48)
-    for _ in range(2):  # the second time in graphs, and from snapshots of states
+    for _ in range(2):  # the second time from snapshots of states
         assert collect(generator, requests) == expected
     assert generator.scheduler.active.prefix_hits == 16 + 32

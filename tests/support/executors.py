@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.graph_executor import Capture, GraphExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.kv import KvCache
@@ -22,15 +22,28 @@ def eager(base: Base, kv: KvCache, lora_backend: LoraBackend = GROUPED) -> Eager
     return EagerExecutor(base, kv, lora_backend)
 
 
+class PreparedExecutor(GraphExecutor):
+    """Before each step, captures all graphs that are known to be missing, as the daemon does when it is idle: those of
+    adapters that were read, and of past steps."""
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
+        self.warm_up(())
+        return super().launch(step, adapters)
+
+
 def graphs(
     fused: FusedBase,
     kv: KvCache,
     lora_backend: LoraBackend = GROUPED,
-    capture: Capture = Capture.IN_STEPS,
-    **sizes: int,
+    *,
+    prepared: bool = True,
+    max_running: int,
+    step_tokens: int = 256,
 ) -> GraphExecutor:
-    """`sizes`: arguments of `GraphExecutor`. On CPU nothing is captured: the graphs' steps run as they are."""
-    return GraphExecutor(fused, kv, eager(fused.base, kv, lora_backend), capture=capture, **sizes)
+    """An executor whose every step of a size that graphs have runs as one, or, unless `prepared`, as the daemon's does.
+    On CPU nothing is captured: the graphs' steps run as they are."""
+    kind, plain = PreparedExecutor if prepared else GraphExecutor, eager(fused.base, kv, lora_backend)
+    return kind(fused, kv, plain, max_running=max_running, step_tokens=step_tokens)
 
 
 INTERPRETER = threading.RLock()

@@ -19,7 +19,7 @@ from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.part_runner import PartRunner
 from coserve.engine.warmup.parts import WarmUpTask
-from coserve.generate.execution.graph_executor import Capture, GraphExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import CompiledSteps
 from coserve.memory.kv import KvCache
@@ -74,7 +74,7 @@ def make_compiled(
 
 
 def _run_steps(runner: PartRunner, compiled: CompiledSteps) -> None:
-    runner.run_steps(lambda kv: compiled.executor(kv, Capture.NEVER))
+    runner.run_steps(lambda kv: compiled.executor(kv, capture=False))
     runner.run_steps(decodes=False)  # prompts that are scored run without compiled layers
 
 

@@ -32,7 +32,7 @@ from coserve.engine.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS, WarmUp
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import WARM_UP_TOKENS, CudaMemoryMeter, MemoryProfiler, NoMeter
 from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.graph_executor import Capture, GraphExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInput
 from coserve.generate.execution.start import CompiledSteps
@@ -314,7 +314,7 @@ class PartRunner:
 
     def _executor(self, fused: FusedBase) -> GraphExecutor:
         """Make an executor that never captures."""
-        return CompiledSteps(fused, self._eager, self._max_running, self._step_tokens).executor(self._kv, Capture.NEVER)
+        return CompiledSteps(fused, self._eager, self._max_running, self._step_tokens).executor(self._kv, capture=False)
 
     def _slot_steps(self, executor: GraphExecutor, mixes: Sequence[Mix], rank: int) -> Iterator[int]:
         """Run steps without graphs. `rank`: LoRA rank of their adapters; 0: no adapters. Yields how many `mixes` are

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 from functools import partial
 from itertools import chain
 
@@ -20,7 +20,7 @@ from coserve.core.names import is_end, is_prefix
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, GraphFootprints, LoraFootprint
-from coserve.generate.execution.graph_sizes import CAPTURE_AFTER, MIXED_TOKENS, decode_batches, mixed_capacities
+from coserve.generate.execution.graph_sizes import MIXED_TOKENS, decode_batches, mixed_capacities
 from coserve.generate.execution.graphs.decode import DecodeGraph, DecodeGraphs
 from coserve.generate.execution.graphs.mixed import MixedGraphs, Rows, rows_of
 from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer, make_graph_pool
@@ -46,17 +46,6 @@ from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.model.parallel.lora import Strategy
-
-
-class Capture(Enum):
-    """When to capture a graph that a step needs and that is missing."""
-
-    IN_STEPS = auto()
-    """During the step that needs it, which waits for compilation and capture."""
-    BETWEEN_STEPS = auto()
-    """In pieces, from idle calls of `prepare` and between steps (`Pace`); until then steps run without it, or in a
-    graph that also computes LoRA terms that they do not need."""
-    NEVER = auto()
 
 
 class Pace(IntEnum):
@@ -134,14 +123,14 @@ class GraphExecutor:
         *,
         max_running: int,
         step_tokens: int = MIXED_TOKENS[-1],
-        capture_after: int = CAPTURE_AFTER,
-        capture: Capture = Capture.IN_STEPS,
+        capture: bool = True,
         graph_bytes: GraphBytes | None = None,
         remote: RemoteExperts | None = None,
     ) -> None:
-        """`step_tokens`: largest step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`; used with
-        `Capture.IN_STEPS`. `graph_bytes`: counts the memory of captures. `remote`: the LoRA servers, if there are any;
-        `fused` has `opaque_experts` then."""
+        """`step_tokens`: largest step that graphs are captured for. `capture`: capture the graphs that steps need, in
+        pieces, from calls of `prepare` and between steps (`Pace`); until then they run without, or in a graph that also
+        computes LoRA terms that they do not need. `graph_bytes`: counts the memory of captures. `remote`: the LoRA
+        servers, if there are any; `fused` has `opaque_experts` then."""
         base, self._remote = fused.base, remote
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
@@ -157,9 +146,8 @@ class GraphExecutor:
         state = GraphState(fused, self._token_slots, self._adapter_slots, logits, pool, recorded)
         self._decode_graphs = DecodeGraphs(state, kv, batches, context)
         capacities = mixed_capacities(step_tokens, batches[-1], context)
-        after = capture_after if capture is Capture.IN_STEPS else None
-        self._mixed_graphs = MixedGraphs(state, kv, capacities, capture_after=after)
-        self._when, self._steps = capture, 0
+        self._mixed_graphs = MixedGraphs(state, kv, capacities)
+        self._captures_more, self._steps = capture, 0
         self._graph_bytes, self._captures = graph_bytes or GraphBytes(None), pool
         self._capture: Iterator[None] | None = None
         """The capture in progress, if any."""
@@ -222,7 +210,7 @@ class GraphExecutor:
         """The next graph to capture, and its pace. The largest decode batch of a footprint comes first: all its decode
         steps can use it. Larger ranks come before smaller ones, whose steps they serve too, and graphs whose steps
         another one serves come last."""
-        if self._when is Capture.NEVER:
+        if not self._captures_more:
             return None
         decode, mixed = self._decode_graphs, self._mixed_graphs
         known = sorted(self._footprints, key=lambda one: -one.max_rank)
@@ -252,7 +240,7 @@ class GraphExecutor:
         """Capture a piece of the next graph while the device computes a step. Call it once the step's tokens are
         chosen: captures use the same buffers."""
         pace = self._pace if len(self._footprints) == self._paced else Pace.MISSING
-        if self._when is Capture.BETWEEN_STEPS and self._steps % pace == 0:
+        if self._captures_more and self._steps % pace == 0:
             self.prepare()
 
     def choose(self, masks: Masks) -> None:
@@ -293,8 +281,7 @@ class GraphExecutor:
         batch = self._pack(step, adapters)
         graph = None
         if batch.footprint is not None and batch.decodes:
-            capture = self._when is Capture.IN_STEPS
-            graph = self._decode_graphs.holding(len(batch.runs), batch.footprint, capture=capture)
+            graph = self._decode_graphs.holding(len(batch.runs), batch.footprint)
         launched = GraphStep([own.sequence for own in batch.sequences], [row.sequence for row in batch.sampling])
         if self._remote is not None and batch.remote:
             # A step's exchanges have the numbers of the next one's. And the host ends waits for one step at a time.

@@ -26,9 +26,6 @@ takes as long for one row as for all."""
 PARTIAL_GROUPS = 2
 """Most choices of some site groups that get their own graphs, for each LoRA rank. Others use the graphs of
 more groups."""
-CAPTURE_AFTER = 4
-"""Mixed steps that miss a graph of their size before it is captured during a step. Without a graph, such a step takes
-the host several times as long, and Triton may have to compile."""
 
 
 @dataclass(frozen=True)

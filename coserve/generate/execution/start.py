@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import LORA_RANKS
 from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.graph_executor import Capture, GraphExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS, PARTIAL_GROUPS
 from coserve.generate.execution.interface import StepExecutor
 from coserve.kernels.attention.expanded import EXPANDED_TOKENS
@@ -60,8 +60,8 @@ class CompiledSteps:
     step_tokens: int
     remote: RemoteExperts | None = None
 
-    def executor(self, kv: KvCache, capture: Capture, graph_bytes: GraphBytes | None = None) -> GraphExecutor:
-        """Create an executor over `kv`, without any captured graphs."""
+    def executor(self, kv: KvCache, *, capture: bool, graph_bytes: GraphBytes | None = None) -> GraphExecutor:
+        """Create an executor over `kv`, without any captured graphs; `capture`: it captures them by and by."""
         return GraphExecutor(
             self.fused,
             kv,
@@ -115,7 +115,7 @@ def make_start(
     if refusal := check_compiled(fused):
         return ExecutorStart(eager, (refusal,))
     compiled = CompiledSteps(fused, eager, max_running, step_tokens, remote)
-    executor = compiled.executor(kv, Capture.BETWEEN_STEPS, graph_bytes)
+    executor = compiled.executor(kv, capture=True, graph_bytes=graph_bytes)
     notes = [COMPILED, *[NO_GEMMS] * (gemms is not None and choice is None), *recurrence_notes(base)]
     return ExecutorStart(executor, tuple(notes), executor, compiled)
 

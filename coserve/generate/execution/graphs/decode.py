@@ -59,15 +59,10 @@ class DecodeGraphs(GraphSet[int, DecodeGraph]):
         super().__init__(state.fused.base, batches)
         self._state, self._kv, self._max_tokens = state, kv, max_tokens
 
-    def holding(self, sequences: int, footprint: LoraFootprint, *, capture: bool = True) -> DecodeGraph | None:
-        """Return the graph for a step of `sequences` sequences; None: none is large enough, or none can be captured.
-
-        `capture`: capture the graph of the next size if it is missing; otherwise a larger one serves until then.
-        """
-        fit = [batch for batch in self._sizes if batch >= sequences]
-        if capture and fit and self._covering(fit[:1], footprint) is None:
-            self._capture_at_once(fit[0], footprint)
-        return self._covering(fit, footprint)
+    def holding(self, sequences: int, footprint: LoraFootprint) -> DecodeGraph | None:
+        """Return the smallest captured graph for a step of `sequences` sequences; None: run the step without a
+        graph."""
+        return self._covering((batch for batch in self._sizes if batch >= sequences), footprint)
 
     def _make(self, size: int, footprint: LoraFootprint) -> DecodeGraph:
         return DecodeGraph(self._state, self._kv.static_attention(size, self._max_tokens), footprint)

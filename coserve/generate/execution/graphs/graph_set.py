@@ -109,13 +109,6 @@ class GraphSet(ABC, Generic[Size, Graph]):
     def _is_missing(self, size: Size, footprint: LoraFootprint) -> bool:
         return (size, footprint) not in self._graphs and (size, footprint) not in self.left_out
 
-    def _capture_at_once(self, size: Size, footprint: LoraFootprint) -> Graph | None:
-        """Capture a graph and return it; None if its capture fails, or has failed."""
-        if self._is_missing(size, footprint):
-            for _ in self._capture(size, footprint):
-                pass
-        return self._graphs.get((size, footprint))
-
     def _capture(self, size: Size, footprint: LoraFootprint) -> Iterator[None]:
         with self.left_out.capturing((size, footprint)):
             graph = self._make(size, footprint)

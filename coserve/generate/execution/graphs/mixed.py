@@ -6,14 +6,13 @@ variants, which Triton would compile while serving. A graph is one launch, and i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
-from coserve.generate.execution.graph_sizes import CAPTURE_AFTER, DECODE_KERNEL_TOKENS, mixed_tile_capacities
+from coserve.generate.execution.footprint import LoraFootprint
+from coserve.generate.execution.graph_sizes import DECODE_KERNEL_TOKENS, mixed_tile_capacities
 from coserve.generate.execution.graphs.graph_set import GraphSet
 from coserve.generate.execution.graphs.shared import GraphState
 from coserve.generate.execution.graphs.step_graph import StepGraph
@@ -102,19 +101,11 @@ class MixedGraph(StepGraph[MixedAttention]):
 class MixedGraphs(GraphSet[MixedCapacity, MixedGraph]):
     """A base's mixed graphs, by capacity and LoRA footprint."""
 
-    def __init__(
-        self,
-        state: GraphState,
-        kv: KvCache,
-        capacities: Sequence[MixedCapacity],
-        *,
-        capture_after: int | None = CAPTURE_AFTER,
-    ) -> None:
-        """`capacities`: smallest first; `capture_after`: see `CAPTURE_AFTER`; None: never during a step."""
+    def __init__(self, state: GraphState, kv: KvCache, capacities: Sequence[MixedCapacity]) -> None:
+        """`capacities`: smallest first."""
         super().__init__(state.fused.base, capacities)
-        self._state, self._kv, self._capture_after = state, kv, capture_after
+        self._state, self._kv = state, kv
         self._attention: dict[MixedCapacity, MixedAttention] = {}
-        self._missed: Counter[tuple[MixedCapacity, LoraFootprint]] = Counter()
 
     def _order(self) -> Iterable[MixedCapacity]:
         """Return the largest first, as all others fit its memory; then the smallest, as most steps are small."""
@@ -125,14 +116,7 @@ class MixedGraphs(GraphSet[MixedCapacity, MixedGraph]):
         step without a graph."""
         needed = MixedCapacity.of(runs)
         fit = [capacity for capacity in self._sizes if capacity.covers(needed)][:2]
-        found = self._covering(fit, footprint)
-        if found is None and fit and self._capture_after is not None:
-            self._missed[fit[0], footprint] += 1
-            if self._missed[fit[0], footprint] >= self._capture_after:
-                if not self._graphs:  # largest first, for its memory; without adapters: fewer kernels
-                    self._capture_at_once(self._sizes[-1], NO_ADAPTERS)
-                found = self._capture_at_once(fit[0], footprint)
-        return found
+        return self._covering(fit, footprint)
 
     def _make(self, size: MixedCapacity, footprint: LoraFootprint) -> MixedGraph:
         if size not in self._attention:
