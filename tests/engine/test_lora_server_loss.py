@@ -210,15 +210,20 @@ class Recording(Unreachable):
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
 
 
+def idle_server(base: Base, ours: socket.socket, transport: EngineTransport, patience: float) -> RunningServers:
+    """A server that does nothing, behind this socket and transport."""
+    channel = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
+    server = Server(Ended(ours), channel, part_of(base.spec, 0, 1, 1))
+    return RunningServers(1, [server], [transport], lambda *_: None, patience)
+
+
 @contextmanager
 def one_server(base: Base, transport: EngineTransport, patience: float = 60.0) -> Iterator[tuple[RunningServers, str]]:
     """A server that does nothing, behind this transport, and the name of its first parameter."""
     ours, theirs = socket.socketpair()
-    part = part_of(base.spec, 0, 1, 1)
-    channel = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
-    running = RunningServers(1, [Server(Ended(ours), channel, part)], [transport], lambda *_: None, patience)
+    running = idle_server(base, ours, transport, patience)
     with closing(theirs):
-        yield running, next(iter(part.sites))
+        yield running, next(iter(running.servers[0].part.sites))
         assert running.lost
         running.end()
 
@@ -262,6 +267,19 @@ def test_a_server_that_takes_no_messages_is_lost(base: Base) -> None:
         while not running.lost:
             running.send(0, DropPairs(slot=0))
         assert "takes no messages" in running.why
+
+
+def test_nobody_waits_for_a_server_that_reads_nothing_to_drop_adapters(base: Base) -> None:
+    """The engine's event loop drops them, and asks for the servers' state, which must not wait either."""
+    ours, theirs = socket.socketpair()
+    with closing(theirs):
+        own = LoraServers(1, lambda number, told: idle_server(base, ours, Unreachable(), patience=5.0), 60.0)
+        own.wait()
+        for _ in range(2000):  # more than the socket holds
+            own.load(REFS[0], None)
+            own.dropped(REFS[0])
+        assert own.states()[0].state == "ready"
+        own.close()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -15,7 +15,7 @@ from coserve.core.health import LoraServerInfo
 from coserve.core.link.lora_servers import socket_path
 from coserve.core.logs import log_event
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.lora_server.messages import SLOTS, DropPairs, EnginesConnected, LoadPairs, PairsLoaded
+from coserve.engine.lora_server.messages import SLOTS, AnyToServer, DropPairs, EnginesConnected, LoadPairs, PairsLoaded
 from coserve.engine.lora_server.recorded_step import RecordedStep
 from coserve.engine.lora_server.remote_step import RemoteStep, ServerConnection, step_slots
 from coserve.engine.lora_server.running import Answered, RunningServers, Told
@@ -47,7 +47,8 @@ class _Held:
 
 class LoraServers(CopyMirror):
     """Implements `RemoteExperts`, and `RemotePairs` and `CopyMirror` of the store: the servers drop an adapter with the
-    engine's host copy. A thread of its own starts the servers; all methods may be called on any thread."""
+    engine's host copy. A thread of its own starts the servers, and another sends them messages on adapters; all methods
+    may be called on any thread."""
 
     def __init__(
         self,
@@ -69,6 +70,9 @@ class LoraServers(CopyMirror):
         self._held: dict[AdapterRef, _Held] = {}
         self._loads: dict[int, _Held] = {}
         """Loads of this start that are not answered, by number; also of adapters that were dropped meanwhile."""
+        self._unsent = list[AnyToServer]()
+        """Messages for each server of this start. `_send` sends them, as an event loop must not wait for a server that
+        reads nothing."""
         self._answers = Counter[int]()
         """Answers to loads so far, by server."""
         self._numbers, self._free = itertools.count(1), list(range(SLOTS))
@@ -79,6 +83,7 @@ class LoraServers(CopyMirror):
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep, args=(ended,), name="lora-servers", daemon=True)
         self._keeper.start()
+        threading.Thread(target=self._send, name="lora-sends", daemon=True).start()
 
     def notify(self, changed: Callable[[], None]) -> None:
         """Call `changed`, on any thread, when servers were lost or have started, and when they have answered a load."""
@@ -97,7 +102,9 @@ class LoraServers(CopyMirror):
 
     def close(self) -> None:
         """End the servers, and wait for their ends; servers that are still starting end by themselves."""
-        self._ended.set()
+        with self._changed:
+            self._ended.set()
+            self._changed.notify_all()
         if (running := self._running) is not None:
             running.lose("the engine stops")
             self._keeper.join()
@@ -142,7 +149,7 @@ class LoraServers(CopyMirror):
         with self._changed:
             self._running, self._connections = running, running.connections
             for ref in self._held:
-                self._ask(running, ref)
+                self._ask(ref)
             self._changed.notify_all()
         self._tell()
         log_event(log, "LoRA servers ready", servers=self._count, start=self._starts, adapters=len(self._held))
@@ -152,6 +159,7 @@ class LoraServers(CopyMirror):
         with self._changed:
             self._running, self._losses = None, self._losses + 1
             self._loads.clear()
+            self._unsent.clear()
             for held in self._held.values():
                 held.waiting, held.bytes = set(range(self._count)), {}
             self._changed.notify_all()
@@ -168,7 +176,7 @@ class LoraServers(CopyMirror):
             if ref not in self._held and self._free:
                 self._held[ref] = _Held(self._free.pop(), digests, set(range(self._count)))
                 if self._running is not None:
-                    self._ask(self._running, ref)
+                    self._ask(ref)
 
         def answered() -> bool:
             held, running = self._held.get(ref), self._running
@@ -193,8 +201,7 @@ class LoraServers(CopyMirror):
                 return
             self._free.append(held.slot)
             if self._running is not None:
-                for index in range(self._count):
-                    self._running.send(index, DropPairs(slot=held.slot))
+                self._unsent.append(DropPairs(slot=held.slot))
             self._changed.notify_all()
 
     def slot(self, ref: AdapterRef) -> int:
@@ -240,12 +247,25 @@ class LoraServers(CopyMirror):
                 for index in range(self._count)
             )
 
-    def _ask(self, running: RunningServers, ref: AdapterRef) -> None:
+    def _send(self) -> None:
+        """Send the messages as the servers take them; on a thread. A server that takes none for too long is lost."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._ended.is_set())
+                if self._ended.is_set():
+                    return
+                running, messages = self._running, self._unsent[:]
+                self._unsent.clear()
+            if running is not None:
+                for message, index in itertools.product(messages, range(self._count)):
+                    running.send(index, message)
+
+    def _ask(self, ref: AdapterRef) -> None:
         held, number = self._held[ref], next(self._numbers)
         held.waiting, held.bytes, held.refused = set(range(self._count)), {}, ""
         self._loads[number] = held
-        for index in range(self._count):
-            running.send(index, LoadPairs(number=number, slot=held.slot, ref=ref, digests=held.digests))
+        self._unsent.append(LoadPairs(number=number, slot=held.slot, ref=ref, digests=held.digests))
+        self._changed.notify_all()
 
     def _answered(self, index: int, message: Told) -> None:
         if isinstance(message, EnginesConnected):
