@@ -145,6 +145,18 @@ async def test_an_adapter_of_another_base_is_refused_by_name(api: Api, peft: Pat
     await api.refused(422, "base_mismatch", "POST", "/finetune", json=job)
 
 
+@pytest.mark.parametrize("alpha", [0, -8])
+async def test_an_adapter_that_cannot_be_trained_is_not_continued(api: Api, peft: Path, alpha: int) -> None:
+    """It is served as it is."""
+    config = peft / "adapter_config.json"
+    config.write_bytes(msgspec.json.encode(msgspec.json.decode(config.read_bytes()) | {"lora_alpha": alpha}))
+    assert (await api.call("POST", "/adapters", data=upload(peft)))[0] == 201
+    job = {"adapter": "other", "continue_from": "poet", "data": [{"text": "a b"}]}
+    refused = await api.refused(400, "invalid_request", "POST", "/finetune", json=job)
+    assert refused["field"] == "continue_from"
+    assert "poet@1" in refused["message"] and "alpha: expected a number above 0" in refused["message"]
+
+
 async def test_a_full_disk_leaves_nothing_of_an_import(api: Api, peft: Path) -> None:
     for point in ("import.before_file_fsync", "import.after_rename", "registry.before_commit"):
         with armed(f"{point}=ENOSPC"):

@@ -55,7 +55,7 @@ from coserve.data.evaluation import Question
 from coserve.data.offload.pool import HelperPool
 from coserve.lora.files.matching import matching_targets
 from coserve.lora.files.peft import config_file
-from coserve.lora.files.targets import check_ends, resolve_targets, target_sites
+from coserve.lora.files.targets import resolve_targets, target_sites
 from coserve.state.durable import disk_errors
 from coserve.state.registry.records import AdapterRecord, JobOrigin, JobRecord
 from coserve.state.registry.registry import Registry
@@ -274,9 +274,9 @@ class Submission:
             raise InvalidRequest(NO_CONTINUATION, field="continue_from")
         settings = await self._inspection.settings(self._folder.adapter(record.ref), spec)
         try:
-            check_ends(settings, spec)
+            await asyncio.to_thread(resolve_targets, settings, spec)  # what is served may be out of training's ranges
         except InvalidRequest as error:
-            raise InvalidRequest(error.message, field="continue_from") from None
+            raise InvalidRequest(f"{record.ref} cannot be trained: {error}", field="continue_from") from None
         return record, settings
 
     async def _questions(self, columns: Columns, path: str) -> list[Question]:

@@ -173,7 +173,7 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
     if not targets and not settings.target_parameters:
         raise InvalidRequest("expected at least one target, got none", field="targets")
     _check_experts(settings, base)
-    check_ends(settings, base)
+    _check_ends(settings, base)
     ends = {end for site in (*base.sites, *base.ends) for end in _ends(site)}
     for target in targets:
         if target not in ends:
@@ -202,7 +202,7 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
     return _with_others(sites, settings, base)
 
 
-def check_ends(settings: LoraSettings, base: BaseSpec) -> None:
+def _check_ends(settings: LoraSettings, base: BaseSpec) -> None:
     """Raise `InvalidRequest` for changes of the embedding and the head that cannot be trained."""
     if settings.modules_to_save:
         raise InvalidRequest(
