@@ -236,7 +236,8 @@ class CapacityError(CoserveError, code="capacity", status=503):
 
 
 class QueueFull(CapacityError, code="queue_full", status=429):
-    """The queue is full. Try again after `Retry-After` seconds; raise `--max-queue`, or add a node."""
+    """The queue is full, or too many uploads run. Try again after `Retry-After` seconds; for requests raise
+    `--max-queue`, or add a node; send fewer uploads at once."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)

@@ -254,6 +254,8 @@ async def test_tags_are_set_and_listed_and_a_time_to_live_ends(api: Api, tmp_pat
         assert (await client.import_adapter("poet", tmp_path)).tags == ("eu", "test"), "a new version has its name's"
         with pytest.raises(InvalidRequest, match="ttl: expected 'poet', all of its versions, got poet@1"):
             await client.update_adapter("poet@1", ttl=1)
+        with pytest.raises(InvalidRequest, match="ttl"):
+            await client.update_adapter("poet", ttl=1e308)
 
 
 async def test_pinned_cartridges_leave_half_of_the_kv_cache_to_requests(api: Api) -> None:

@@ -86,7 +86,7 @@ class UploadReader:
         """Yield a folder for an upload's files, deleted when the block ends. At most `MAX_UPLOADS` run at once."""
         check_head(request, self._max_body)
         if self._running >= MAX_UPLOADS:
-            raise QueueFull(f"{MAX_UPLOADS} uploads are running already")
+            raise QueueFull(f"{MAX_UPLOADS} uploads are running already: try again, and send fewer at once")
         await ask_for_body(request)
         self._running += 1
         folder = staging / f"upload-{secrets.token_hex(8)}"

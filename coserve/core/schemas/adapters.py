@@ -77,8 +77,9 @@ class AdapterUpdate(Wire, frozen=True, omit_defaults=True):
     tags: Annotated[tuple[Name, ...], Meta(max_length=MAX_TAGS)] | None = None
     """New tags of the name; they replace the old ones. Tags and `ttl` apply to all versions, so give a name without a
     version."""
-    ttl: Annotated[float, Meta(ge=0)] | None = None
-    """Seconds from now after which the name is deleted, with all its versions, once nothing needs them; 0: never."""
+    ttl: Annotated[float, Meta(ge=0, le=10 * 366 * 86400)] | None = None
+    """Seconds from now after which the name is deleted, with all its versions, once nothing needs them; 0: never. At
+    most ten years."""
     pinned: bool | None = None
     """Whether this version (the current one by default) stays in host memory, beyond the budget of idle adapters, and a
     cartridge's full pages in the KV cache."""
