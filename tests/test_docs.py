@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import json
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.syntax import below, names_of
+from tests.support.syntax import below, names_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -40,7 +39,7 @@ def defined() -> set[str]:
     names: set[str] = set()
     for folder in ("coserve", "benchmarks", "tests", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
-            for statement in below(ast.parse(path.read_text())):
+            for statement in below(tree_of(path)):
                 names.update(names_of(statement))
     return names
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.syntax import below
+from tests.support.syntax import below, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "coserve"
@@ -66,7 +66,7 @@ def imported(nodes: Iterable[ast.stmt]) -> Iterator[str]:
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
     """The file's syntax tree, its root first, without expressions."""
-    root = ast.parse(path.read_text())
+    root = tree_of(path)
     return (root, *below(root))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.syntax import below
+from tests.support.syntax import below, names_of, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PRIVATE = re.compile(r"_(?!_)\w+|__\w+(?<!__)")
@@ -23,21 +23,14 @@ PATCHING = {"setattr", "setitem", "delattr", "object"}
 @cache
 def private_names() -> frozenset[str]:
     """Every private name that the package defines: functions, classes, variables, fields, attributes."""
-    found = set[str]()
-    for path in (ROOT / "coserve").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                    found.add(name)
-                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
-                    found.add(name)
-    return frozenset(name for name in found if PRIVATE.fullmatch(name))
+    statements = (node for path in (ROOT / "coserve").rglob("*.py") for node in below(tree_of(path)))
+    return frozenset(name for node in statements for name in names_of(node) if PRIVATE.fullmatch(name))
 
 
 def imported(tree: ast.Module) -> dict[str, str]:
     """The names that a file imports, and the top packages that they are of."""
     found = dict[str, str]()
-    for node in ast.walk(tree):
+    for node in below(tree):
         if isinstance(node, ast.ImportFrom):
             found |= {alias.asname or alias.name: (node.module or "").split(".")[0] for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -76,9 +69,7 @@ def patched(call: ast.Call, own: set[str]) -> Iterator[str]:
         yield name
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+parsed = cache(tree_of)
 
 
 def offences(tree: ast.Module) -> list[str]:

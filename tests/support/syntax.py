@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
+from pathlib import Path
+
+
+def tree_of(path: Path) -> ast.Module:
+    """The file's syntax tree. Garbage collections while it grows would take most of the time, and find nothing."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
 
 
 def below(node: ast.AST) -> Iterator[ast.AST]:
