@@ -18,6 +18,7 @@ from coserve.core.access.schemas import CreateKey, LogLevel, Quota
 from coserve.core.errors import InvalidRequest, UnknownField
 from coserve.core.schemas import adapters, documents, generation, jobs
 from coserve.core.validation import decoder_of
+from tests.support.syntax import tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "coserve"
@@ -30,7 +31,7 @@ tracker's library by `api/tracking`, which the operator has chosen, sends to whe
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
 
 
 def named(call: ast.Call) -> str:
@@ -82,7 +83,7 @@ def test_secrets_are_compared_in_constant_time() -> None:
     secret = re.compile(r"secret|sha256|_own\b|api_key|\bgiven\b")
     found = []
     for path in (*(PACKAGE / "api/access").glob("*.py"), PACKAGE / "api/http/security.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
                 text = ast.unparse(node)
                 found += [f"{path.name}: {text}"] if secret.search(text) else []
@@ -153,7 +154,8 @@ def test_regular_expressions_take_linear_time() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in METHODS:
                 pattern = getattr(module, node.value.id, None)
                 if isinstance(pattern, re.Pattern):
-                    used.add((pattern.pattern, pattern.flags, node.attr))
+                    source = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode()
+                    used.add((source, pattern.flags, node.attr))
     assert len(used) > 8
     done = subprocess.run(
         [sys.executable, "-P", "-c", LINEAR],
