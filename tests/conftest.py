@@ -28,7 +28,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # Which cases of those that take turns are run by `make test-all`: the same in every worker.
 os.environ.setdefault("TEST_TURN", str(datetime.now(UTC).timetuple().tm_yday))
-from tests.support.examples import leave_for_tomorrow, marks_on_days  # which reads it
+from tests.support.examples import leave_for_other_days, marks_on_days  # which reads it
 
 settings.register_profile("coserve", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("coserve"), max_examples=10)
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    leave_for_tomorrow(items)
+    leave_for_other_days(items)
 
 
 def pytest_collection_finish() -> None:

@@ -49,6 +49,8 @@ PAGE_LIMIT: Final = 100
 PAGE_SIZE: Final = 20
 """Default entries per page."""
 
+MAX_LIFE: Final = 10 * 366 * 86400
+"""Most seconds that a key or an adapter is given to live: ten years."""
 MAX_SEED: Final = (1 << 62) - 1
 MAX_TOP_K: Final = (1 << 31) - 1
 

@@ -83,7 +83,7 @@ class Regression:
     def __init__(self, features: int) -> None:
         self._products = [[0.0] * features for _ in range(features)]
         self._targets = [0.0] * features
-        self._weight, self._samples = 1.0, 0
+        self._weight, self._count = 1.0, 0
         self.coefficients = [0.0] * features
 
     def value(self, x: Sequence[float]) -> float:
@@ -92,8 +92,8 @@ class Regression:
     def add(self, x: Sequence[float], y: float) -> None:
         """Fit a sample: features `x` >= 0, not all 0, and seconds `y` > 0."""
         z = [value / y for value in x]
-        self._samples += 1
-        weight = self._weight = self._weight * (1 + 1 / min(MEMORY, 1 + MEMORY_SHARE * self._samples))
+        self._count += 1
+        weight = self._weight = self._weight * (1 + 1 / min(MEMORY, 1 + MEMORY_SHARE * self._count))
         if weight > LARGEST_WEIGHT:
             self._scale(1 / weight)
             weight = 1.0

@@ -215,6 +215,7 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
         ("/v2/rerank", "reranking is not implemented"),
         ("/score", "scores of pairs of texts are not implemented"),
         ("/sleep", "sleep mode is not implemented"),
+        ("/adapters/", "there is no such path; did you mean '/adapters'?"),
         ("/load", "there is no such path; did you mean '/metrics'?"),
         ("/responses", "there is no such path; did you mean '/v1/responses'?"),
     ):

@@ -14,7 +14,7 @@ from coserve.config import Config
 from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef
-from coserve.engine.threads import choose_threads
+from coserve.engine.threads import EXACT_THREADS, choose_threads
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
@@ -131,6 +131,8 @@ def test_steps_in_fixed_buffers_give_the_same_tokens() -> None:
 def test_the_engine_times_a_forward_to_choose_its_threads() -> None:
     before = torch.get_num_threads()
     try:
+        torch.set_num_threads(EXACT_THREADS + 1)
         choose_threads(base_of("qwen3_5_text"), Config())
+        assert torch.get_num_threads() <= EXACT_THREADS
     finally:
         torch.set_num_threads(before)

@@ -38,7 +38,7 @@ def sample(cases: Iterable[Any], *fast: Any) -> list[Any]:
     return _values(cases, lambda key: () if key in fast else SLOW)
 
 
-def leave_for_tomorrow(tests: Iterable[pytest.Item]) -> None:
+def leave_for_other_days(tests: Iterable[pytest.Item]) -> None:
     """Mark as long the slow tests of three quarters of the files, by their names: `make test-all` runs them on the next
     days. Those that take turns of their own stay."""
     for test in tests:

@@ -102,7 +102,7 @@ def no_such_path(path: str, known: Iterable[str]) -> errors.NotFound:
     if feature is not None:
         return errors.NotFound(f"{feature} not implemented")
     meant = f"; did you mean {_MEANT[first]!r}?" if first in _MEANT else near_miss(path[:80], known)
-    if path.startswith(("/adapters/", "/aliases/")):
+    if not meant and path.startswith(("/adapters/", "/aliases/")):
         meant = "; in a path the '/' of a name is written %2F"
     return errors.NotFound(f"there is no such path{meant}")
 

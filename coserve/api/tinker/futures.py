@@ -82,7 +82,7 @@ class Futures:
             log.error("request %s failed", id, exc_info=error)
             raise InternalError("internal error")
         if isinstance(result := task.result(), CoserveError):
-            raise result
+            raise result.with_traceback(None)
         return result
 
     def cancel(self, id: str) -> None:

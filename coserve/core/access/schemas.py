@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from coserve.core.access.principal import DEFAULT_PROJECT, Scope
+from coserve.core.limits import MAX_LIFE
 from coserve.core.names import Name
 from coserve.core.types import Wire
 
-Seconds = Annotated[float, Meta(ge=1, le=10 * 366 * 86400)]
+Seconds = Annotated[float, Meta(ge=1, le=MAX_LIFE)]
 Limit = Annotated[int, Meta(ge=1, le=1 << 53)]
 
 

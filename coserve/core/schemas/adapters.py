@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from coserve.core.limits import MAX_BLOCKS, MAX_RANK, MAX_ROWS, MAX_TAGS, LocalPath
+from coserve.core.limits import MAX_BLOCKS, MAX_LIFE, MAX_RANK, MAX_ROWS, MAX_TAGS, LocalPath
 from coserve.core.names import MAX_VERSION, AdapterName, AdapterRefText, Name
 from coserve.core.schemas.jobs import ROWS
 from coserve.core.training.settings import TrainingRequest
@@ -77,7 +77,7 @@ class AdapterUpdate(Wire, frozen=True, omit_defaults=True):
     tags: Annotated[tuple[Name, ...], Meta(max_length=MAX_TAGS)] | None = None
     """New tags of the name; they replace the old ones. Tags and `ttl` apply to all versions, so give a name without a
     version."""
-    ttl: Annotated[float, Meta(ge=0, le=10 * 366 * 86400)] | None = None
+    ttl: Annotated[float, Meta(ge=0, le=MAX_LIFE)] | None = None
     """Seconds from now after which the name is deleted, with all its versions, once nothing needs them; 0: never. At
     most ten years."""
     pinned: bool | None = None

@@ -147,7 +147,7 @@ class GraphExecutor:
         self._decode_graphs = DecodeGraphs(state, kv, batches, context)
         capacities = mixed_capacities(step_tokens, batches[-1], context)
         self._mixed_graphs = MixedGraphs(state, kv, capacities)
-        self._captures_more, self._steps = capture, 0
+        self._may_capture, self._steps = capture, 0
         self._graph_bytes, self._captures = graph_bytes or GraphBytes(None), pool
         self._capture: Iterator[None] | None = None
         """The capture in progress, if any."""
@@ -210,7 +210,7 @@ class GraphExecutor:
         """The next graph to capture, and its pace. The largest decode batch of a footprint comes first: all its decode
         steps can use it. Larger ranks come before smaller ones, whose steps they serve too, and graphs whose steps
         another one serves come last."""
-        if not self._captures_more:
+        if not self._may_capture:
             return None
         decode, mixed = self._decode_graphs, self._mixed_graphs
         known = sorted(self._footprints, key=lambda one: -one.max_rank)
@@ -240,7 +240,7 @@ class GraphExecutor:
         """Capture a piece of the next graph while the device computes a step. Call it once the step's tokens are
         chosen: captures use the same buffers."""
         pace = self._pace if len(self._footprints) == self._paced else Pace.MISSING
-        if self._captures_more and self._steps % pace == 0:
+        if self._may_capture and self._steps % pace == 0:
             self.prepare()
 
     def choose(self, masks: Masks) -> None:
