@@ -58,32 +58,32 @@ class BodyReader:
             return await self.decode(body, decoder, dialect=dialect)
 
     @asynccontextmanager
-    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
+    async def body(self, request: web.Request) -> AsyncIterator[bytes]:
         """Read a JSON body, or another small one, into memory. Its bytes count towards `TOTAL_BYTES` until the block
         ends. They are returned as they came, whatever their `Content-Encoding`, which the gate checks. Raises
         `BodyTooLarge`, `RequestTimeout`, `QueueFull`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
         check_head(request, limit)
         await ask_for_body(request)
-        body = bytearray()
+        chunks, size = list[bytes](), 0
         try:
             while chunk := await self._next_chunk(request, limit):
                 self._hold(len(chunk))
-                body += chunk
+                chunks.append(chunk)
+                size += len(chunk)
+            body = b"".join(chunks)
+            chunks.clear()
             yield body
         finally:
-            self._held -= len(body)
+            self._held -= size
             stop_counting(request)
 
-    async def decode(
-        self, body: bytearray | bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False
-    ) -> T:
+    async def decode(self, body: bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False) -> T:
         """Decode a small body here, a large one in a helper process, because decoding holds the GIL from start to
         end."""
         if len(body) <= SMALL_BODY:
-            return decoded(bytes(body), decoder, dialect=dialect)
-        packed = await self._helpers.run(decode_body, cast("bytes", body), name_of(decoder), dialect)  # without a copy
-        return cast("T", unpack(packed))
+            return decoded(body, decoder, dialect=dialect)
+        return cast("T", unpack(await self._helpers.run(decode_body, body, name_of(decoder), dialect)))
 
     @asynccontextmanager
     async def corpus(self, request: web.Request, staging: Path) -> AsyncIterator[tuple[FinetuneRequest, Path | None]]:
@@ -94,10 +94,10 @@ class BodyReader:
             async with self.body(request) as body:
                 try:
                     if len(body) <= SMALL_BODY:
-                        settings = decode_json(bytes(body), FinetuneRequest)
+                        settings = decode_json(body, FinetuneRequest)
                     else:
                         file = staging / f"rows-{secrets.token_hex(8)}"
-                        settings = await self._helpers.run(decode_corpus, cast("bytes", body), str(file))
+                        settings = await self._helpers.run(decode_corpus, body, str(file))
                 except (errors.InvalidRequest, errors.MalformedJson, errors.UnknownField) as error:
                     if error.field != "adapter" and b'"adapter"' not in body:  # it looks like a file of rows
                         error.message += f"; {SEND_FILE}"

@@ -142,8 +142,7 @@ class TinkerApi:
     async def tinker_forward_backward(self, request: web.Request) -> schemas.TinkerFuture:
         encoding = request.headers.get("Content-Encoding", "")
         async with self._bodies.body(request) as body:
-            content = bytes(body)
-        call = await self._bodies.decode(await asyncio.to_thread(expanded, content, encoding), decode_call)
+            call = await self._bodies.decode(await asyncio.to_thread(expanded, body, encoding), decode_call)
         run = self._runs.run(call.model_id)
         return self._ordered(run, call.seq_id, self._runs.forward_backward(run, call))
 
@@ -183,14 +182,13 @@ class TinkerApi:
         """Read the body of a model's request. An invalid request still takes its turn: later ones would wait for it
         forever."""
         async with self._bodies.body(request) as body:
-            content = bytes(body)
-        try:
-            return await self._bodies.decode(content, type, dialect=True)
-        except CoserveError as error:
-            with suppress(CoserveError):
-                call = await self._bodies.decode(content, schemas.numbered)
-                self._ordered(self._runs.run(call.model_id), call.seq_id, refused(error))
-            raise
+            try:
+                return await self._bodies.decode(body, type, dialect=True)
+            except CoserveError as error:
+                with suppress(CoserveError):
+                    call = await self._bodies.decode(body, schemas.numbered)
+                    self._ordered(self._runs.run(call.model_id), call.seq_id, refused(error))
+                raise
 
     def _ordered(self, run: Run, number: int | None, work: Coroutine[Any, Any, Result]) -> schemas.TinkerFuture:
         """Begin a request of a model in its turn, and answer with its id."""

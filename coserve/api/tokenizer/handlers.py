@@ -109,7 +109,7 @@ class TokenizerApi:
         async with self._bodies.body(request) as body:
             helpers = self._service.helpers if len(body) > SMALL_BODY else self._service.chats
             with self._slot():
-                return await self._response(*await helpers.run(task, self._base(), bytes(body)))
+                return await self._response(*await helpers.run(task, self._base(), body))
 
     async def _response(self, answer: bytes, model: str | None) -> web.StreamResponse:
         """Return the JSON `answer` to a request that names `model`, unless there is no such model."""
@@ -128,9 +128,9 @@ class TokenizerApi:
         async with self._bodies.body(request) as body:
             with self._slot():
                 if len(body) > SMALL_BODY:
-                    return await self._response(*await self._service.helpers.run(detokenize, self._base(), bytes(body)))
+                    return await self._response(*await self._service.helpers.run(detokenize, self._base(), body))
                 context = TaskContext(self._service.tokenizer, lambda: None)
-                return await self._response(*await asyncio.to_thread(detokenize, context, self._base(), bytes(body)))
+                return await self._response(*await asyncio.to_thread(detokenize, context, self._base(), body))
 
     def _base(self) -> BaseLimits:
         spec = self._service.engine.spec
